@@ -1,0 +1,193 @@
+"""The command line. Each verb imports what it needs when it is called, so that help and checks stay instant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from cct import __version__
+
+AXES = ("task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Returns 0, 1 (a run stopped), or 2 (bad input, one readable message)."""
+    arguments = _parser().parse_args(argv)
+    from cct.recipe import RecipeError
+
+    try:
+        return arguments.verb(arguments)
+    except RecipeError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cct", description="Credit transport for language-model reinforcement learning.")
+    parser.add_argument("--version", action="version", version=f"cct {__version__}")
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, verb, help: str) -> argparse.ArgumentParser:
+        command = verbs.add_parser(name, help=help, description=help)
+        command.set_defaults(verb=verb)
+        return command
+
+    def add_set(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change a key of the recipe; may be repeated")
+
+    run = add("run", _run, "train a recipe, or go on with a run")
+    run.add_argument("recipe", nargs="?", help="recipe file; with --resume the run's own unless given")
+    add_set(run)
+    run.add_argument("--resume", metavar="RUN", type=Path, help="go on from the newest checkpoint of this run folder")
+    run.add_argument("--runs", metavar="DIR", type=Path, default=Path("runs"), help="where run folders are made (default: runs)")
+    run.add_argument("--dry-run", action="store_true", help="validate and say what would run, without loading a model")
+
+    check = add("check", _check, "validate recipes without loading a model")
+    check.add_argument("recipe", nargs="+")
+    add_set(check)
+
+    explain = add("explain", _explain, "print a recipe resolved: each part's source, needs and providers, parameter counts")
+    explain.add_argument("recipe")
+    add_set(explain)
+
+    listing = add("ls", _ls, "list the registered components")
+    listing.add_argument("axis", nargs="?", choices=AXES)
+
+    schema = add("schema", _schema, "print the JSON Schema of recipes, for editors")
+    schema.add_argument("recipe", nargs="?", help="include this recipe's plug-ins")
+
+    new = add("new", _new, "write a component of your own with a recipe and a test")
+    new.add_argument("axis", choices=("transport",))
+    new.add_argument("name")
+
+    evaluate = add("eval", _eval, "greedy held-out evaluation of a finished run")
+    evaluate.add_argument("run", type=Path)
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from cct.recipe import RecipeError, load_recipe
+
+    if arguments.recipe is None and arguments.resume is None:
+        raise RecipeError("cct run needs a recipe, for example: cct run recipes/compo.yaml")
+    recipe = _checked(arguments.recipe, arguments.set) if arguments.recipe else None
+    if arguments.dry_run:
+        assert recipe or arguments.resume
+        recipe = recipe or load_recipe(arguments.resume / "recipe.yaml", arguments.set)
+        training = recipe.training
+        print(
+            f"{recipe.name}: {training.iterations} iterations of {training.prompts_per_iteration} x {training.responses_per_prompt} "
+            f"responses after {training.critic_warmup} of critic warm-up; critic {recipe.critic.use if recipe.critic else 'none'}, "
+            f"transport {recipe.transport.use}, geometry {recipe.geometry.use}; into {arguments.resume or arguments.runs / recipe.name}"
+        )
+        return 0
+    from rich.console import Console
+
+    from cct.training.collect import TrainingStopped
+    from cct.training.run import new_folder, resume, train
+
+    console = Console()
+    try:
+        if arguments.resume:
+            resume(arguments.resume, recipe, arguments.set, console=console)
+        else:
+            assert recipe is not None
+            train(recipe, new_folder(arguments.runs, recipe.name), console=console)
+    except TrainingStopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _checked(path: str, overrides: list[str]):
+    """The recipe, its data looked at as well."""
+    from cct.recipe import RecipeError, load_recipe
+
+    recipe = load_recipe(path, overrides)
+    try:
+        recipe.task.held_out()
+        recipe.task.prompts(recipe.seed, 0, 1)
+    except ValueError as error:
+        raise RecipeError(f"{path}: task '{recipe.task.use}': {error}") from None
+    return recipe
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from cct.recipe import RecipeError
+
+    problems: list[str] = []
+    for path in arguments.recipe:
+        try:
+            recipe = _checked(path, arguments.set)
+            print(f"{path}: ok ({recipe.name}: {recipe.transport.use}, critic {recipe.critic.use if recipe.critic else 'none'})")
+        except RecipeError as error:
+            problems += error.problems
+    if problems:
+        raise RecipeError(*problems)
+    return 0
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from cct.explain import explain
+
+    return explain(_checked(arguments.recipe, arguments.set))
+
+
+def _ls(arguments: argparse.Namespace) -> int:
+    import cct.recipe  # registers everything
+    from cct.registry import REGISTRIES, load_entry_points
+
+    load_entry_points()
+    for axis in [arguments.axis] if arguments.axis else AXES:
+        registry = REGISTRIES[axis]
+        print(axis if not arguments.axis else "", end="\n" if not arguments.axis else "")
+        for name in registry.names():
+            cls = registry[name]
+            print(f"  {name:<18} {cls.summary()}")
+            if arguments.axis:
+                for knob, field in cls.model_fields.items():
+                    default = "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
+                    print(f"      {knob + ' = ' + default:<34} {field.description or ''}")
+    return 0
+
+
+def _shown(value: object) -> str:
+    from cct.registry import Component
+
+    return f"{{use: {value.use}}}" if isinstance(value, Component) else str(value)
+
+
+def _schema(arguments: argparse.Namespace) -> int:
+    import json
+
+    from cct.recipe import json_schema, load_recipe
+
+    if arguments.recipe:
+        load_recipe(arguments.recipe)
+    print(json.dumps(json_schema(), indent=2))
+    return 0
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    from cct.scaffold import new_transport
+
+    for path in new_transport(arguments.name, Path.cwd()):
+        print(f"wrote {path}")
+    print(f"try: cct run {arguments.name}.yaml, and: pytest test_{arguments.name}.py")
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from cct.training.run import evaluate_run
+
+    for name, value in evaluate_run(arguments.run).items():
+        print(f"{name:<18} {value:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

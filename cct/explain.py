@@ -1,0 +1,42 @@
+"""`cct explain`: a recipe resolved, part by part, and what its actor and critic weigh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cct.recipe import Recipe, dump_recipe
+
+
+def explain(recipe: Recipe) -> int:
+    """Print the resolved recipe; for each part its source, needs and providers; parameter counts. Returns 0."""
+    print(dump_recipe(recipe))
+    for place, part in recipe.parts.items():
+        path, line = type(part).where()
+        print(f"# {place}: {part.use}  ({_short(path)}:{line})")
+        for need in sorted(part.needs):
+            print(f"#     needs {need}, provided by {', '.join(recipe.providers(need))}")
+    for name, count in parameter_counts(recipe).items():
+        print(f"# {name}: {count:,} parameters")
+    return 0
+
+
+def parameter_counts(recipe: Recipe) -> dict[str, int]:
+    """Parameters of actor and critic, built without memory for weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        actor = AutoModelForCausalLM.from_config(recipe.policy.config(alphabet=recipe.task.alphabet))
+        counts = {"actor": sum(p.numel() for p in actor.parameters())}
+        if recipe.critic is not None:
+            critic = recipe.critic.build(actor, recipe.reward_bounds)
+            counts[f"critic ({recipe.critic.use})"] = sum(p.numel() for p in critic.parameters())
+    return counts
+
+
+def _short(path: Path) -> str:
+    """Relative to the folder above the package, or to here; whole elsewhere."""
+    for base in (Path(__file__).parents[1], Path.cwd()):
+        if path.is_relative_to(base):
+            return str(path.relative_to(base))
+    return str(path)

@@ -1,0 +1,97 @@
+"""The agent: actor and critic, and the one forward that everything is read from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cct.rollout import Attention, Concentration, Trace
+
+from .attention import attention_concentration, tap
+
+PER_HEAD = Concentration()  # the critic's feature: Shannon, every head by itself
+
+
+@dataclass
+class Reading:
+    """What one forward says about each response token; index t of [B, T] is read before token t."""
+
+    logprobs: Tensor  # [B, T] at the sampling temperature
+    entropy: Tensor  # [B, T] of the distribution that token t was drawn from, detached
+    values: Tensor | None = None  # [B, T + 1]; the last follows token T
+    stats: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, T]
+    trace: Trace | None = None  # what the critic read, to train it without another forward of the actor
+
+
+class Agent(nn.Module):
+    """An actor, and a critic that reads it.
+
+    temperature: of sampling; log-probabilities are taken at the same one.
+    """
+
+    def __init__(self, actor: PreTrainedModel, critic: nn.Module | None, temperature: float = 1.0):
+        super().__init__()
+        self.actor = actor
+        self.critic = critic
+        self.temperature = temperature
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        width: int,
+        *,
+        statistics: dict[str, Concentration] | None = None,
+        with_critic: bool = False,
+    ) -> Reading:
+        """One forward over [B, S] tokens (prompts left-padded, responses right-padded) of which the last `width` respond.
+
+        statistics: attention statistics to take, by name. with_critic: leave a trace and the critic's values.
+        """
+        critic = self.critic if with_critic else None
+        n_layers = self.actor.config.get_text_config().num_hidden_layers
+        wanted = {name: (what, what.layer_indices(n_layers)) for name, what in (statistics or {}).items()}
+        layers = {layer for _, indices in wanted.values() for layer in indices}
+        if critic is not None:
+            layers |= set(critic.reads_attention)
+        position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        with tap(self.actor, layers) as opened:
+            output = self.actor(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False,
+                output_hidden_states=critic is not None and bool(critic.reads_hidden), logits_to_keep=width + 1,
+            )
+        distribution = (output.logits[:, :-1].float() / self.temperature).log_softmax(-1)
+        logprobs = distribution.gather(2, input_ids[:, -width:].unsqueeze(2)).squeeze(2)
+        with torch.no_grad():
+            entropy = -(distribution.exp() * distribution).sum(2)
+            stats = {
+                name: torch.stack([self._concentration(opened.attention[layer], what).mean(1) for layer in indices]).mean(0)[:, -width - 1 : -1]
+                for name, (what, indices) in wanted.items()
+            }
+        if critic is None:
+            return Reading(logprobs, entropy, stats=stats)
+        to_left = (input_ids.shape[1] - width, 0)
+        trace = Trace(
+            input_ids, attention_mask,
+            hidden_states={layer: output.hidden_states[layer].detach() for layer in critic.reads_hidden},
+            attention={layer: opened.attention[layer] for layer in critic.reads_attention},
+            token_logprobs=nn.functional.pad(logprobs.detach(), to_left), entropy=nn.functional.pad(entropy, to_left),
+            concentration={layer: self._concentration(opened.attention[layer], PER_HEAD) for layer in critic.reads_concentration},
+        )
+        return Reading(logprobs, entropy, self.values(trace, width)[1], stats, trace)
+
+    def values(self, trace: Trace, width: int) -> tuple[Tensor, Tensor]:
+        """The critic's raw outputs and values on a trace, [B, width + 1]; index t is read before token t, the last after all."""
+        assert self.critic is not None
+        raw = self.critic(trace)[:, -width - 1 :]
+        return raw, self.critic.head.value(raw)
+
+    @staticmethod
+    def _concentration(attention: Attention, what: Concentration) -> Tensor:
+        return attention_concentration(
+            attention.query, attention.key, mask=attention.mask, scaling=attention.scaling,
+            statistic=what.statistic, sinks=what.sinks,
+        )

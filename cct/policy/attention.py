@@ -1,0 +1,145 @@
+"""Attention statistics without attention matrices, and the tap that reads queries and keys off a model.
+
+A transformers model whose attention implementation is "cct" runs PyTorch's scaled dot-product
+attention as usual; while a tap is open, the layers it names also leave their queries and keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from cct.rollout import Attention
+
+# Queries at once where no kernel returns its log-sum-exp: bounds extra memory to H * 256 * S per sequence.
+QUERY_BLOCK = 256
+
+
+def attention_concentration(
+    query: Tensor,
+    key: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scaling: float | None = None,
+    statistic: Literal["shannon", "renyi2"] = "shannon",
+    sinks: int = 0,
+) -> Tensor:
+    """1 - H(p) / log n for each query, where p is its attention over the n keys it sees.
+
+    query: [B, H, S, d]; key: [B, H_kv, S, d], H a multiple of H_kv. mask: [B or 1, 1, S, S], bool (True =
+    visible) or additive; None is plain causal. scaling: of the logits, default d^-0.5. sinks: leading
+    visible keys left out, the rest renormalised. Returns [B, H, S] float32, detached, in [0, 1]; 1 where
+    fewer than two keys are left. O(B*H*S*d) memory where the kernel gives its log-sum-exp (CPU).
+
+    Shannon: H = lse - scaling * q.k_mean with k_mean = attention(q, k, k). Renyi-2: H = -log sum p^2,
+    sum p^2 = exp(lse(2 scaling) - 2 lse(scaling)). Raises ValueError on an unknown statistic.
+    """
+    if statistic not in ("shannon", "renyi2"):
+        raise ValueError(f"statistic must be 'shannon' or 'renyi2'; got {statistic!r}")
+    with torch.no_grad():
+        query, key = query.detach().float(), key.detach().float()
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        visible = _visible(mask, query.shape[2], query.device)  # [B or 1, 1, S, S]
+        if sinks:
+            visible = visible & (visible.long().cumsum(-1) > sinks)
+        n = visible.sum(-1)  # [B or 1, 1, S]
+        causal_only = mask is None and not sinks
+        additive = None
+        if not causal_only:  # a query that sees nothing must not become NaN; its result is overwritten below
+            additive = torch.zeros(visible.shape, device=query.device).masked_fill_(~visible & (n > 0).unsqueeze(-1), -math.inf)
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        lse, mean_key = _attend_to_keys(query, key, additive, scaling)
+        if statistic == "shannon":
+            entropy = lse - scaling * (query * mean_key).sum(-1)
+        else:
+            entropy = 2 * lse - _attend_to_keys(query, key, additive, 2 * scaling)[0]
+        concentration = 1 - entropy / n.clamp(min=2).log()
+        return torch.where(n < 2, 1.0, concentration).clamp(0, 1)
+
+
+def _visible(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
+    if mask is None:
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def _attend_to_keys(query: Tensor, key: Tensor, additive: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp of the logits [B, H, S] and the attention-weighted mean key [B, H, S, d]."""
+    if query.device.type == "cpu":
+        if additive is not None:
+            additive = additive.expand(query.shape[0], 1, -1, -1)
+        mean_key, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, key, 0.0, additive is None, attn_mask=additive, scale=scaling
+        )
+        return lse, mean_key
+    lse, mean_key = query.new_empty(query.shape[:-1]), torch.empty_like(query)
+    for start in range(0, query.shape[2], QUERY_BLOCK):
+        block = slice(start, start + QUERY_BLOCK)
+        logits = query[:, :, block] @ key.transpose(-1, -2) * scaling
+        if additive is not None:
+            logits = logits + additive[:, :, block]
+        else:
+            hidden = ~_visible(None, key.shape[2], key.device)[:, :, block]
+            logits = logits.masked_fill(hidden, -math.inf)
+        lse[:, :, block] = logits.logsumexp(-1)
+        mean_key[:, :, block] = logits.softmax(-1) @ key
+    return lse, mean_key
+
+
+class Tap:
+    """Queries and keys of the layers it was opened for, as the kernel saw them."""
+
+    def __init__(self, layers: Iterable[int]):
+        self.layers = frozenset(layers)
+        self.attention: dict[int, Attention] = {}
+
+
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
+    tap = getattr(module, "_cct_tap", None)
+    if tap is not None and module.layer_idx in tap.layers:
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        tap.attention[module.layer_idx] = Attention(query.detach(), key.detach(), attention_mask, scaling)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register("cct", _attention)
+AttentionMaskInterface.register("cct", sdpa_mask)
+
+
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Modules that call the attention interface, one per layer."""
+    found = {m.layer_idx: m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int) and hasattr(m, "q_proj")}
+    return [found[index] for index in sorted(found)]
+
+
+def tappable(model: PreTrainedModel) -> PreTrainedModel:
+    """Switch the model to the tapped attention. Raises ValueError where its attention cannot be tapped."""
+    model.set_attn_implementation("cct")
+    layers, found = model.config.get_text_config().num_hidden_layers, len(_attention_modules(model))
+    if found != layers or model.config._attn_implementation != "cct":
+        raise ValueError(
+            f"the attention of {type(model).__name__} cannot be tapped: {found} of {layers} layers go through transformers' "
+            "attention interface"
+        )
+    return model
+
+
+@contextmanager
+def tap(model: nn.Module, layers: Iterable[int]) -> Iterator[Tap]:
+    """While open, forwards of `model` leave the named layers' queries and keys in the tap (the last forward's)."""
+    opened, modules = Tap(layers), _attention_modules(model)
+    for module in modules:
+        object.__setattr__(module, "_cct_tap", opened)
+    try:
+        yield opened
+    finally:
+        for module in modules:
+            object.__setattr__(module, "_cct_tap", None)

@@ -1,0 +1,54 @@
+"""The Policy axis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from cct.registry import Component, Knobs, Registry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class WarmStart(Knobs):
+    """Supervised steps on the task's demonstrations before reinforcement learning; the result is cached."""
+
+    steps: int = Field(600, ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(64, ge=1)
+    """Demonstrations per step."""
+    learning_rate: float = Field(2e-3, gt=0, le=1)
+    """Peak of a schedule that rises for `warmup` steps and falls to 0 along a cosine."""
+    warmup: int = Field(50, ge=0)
+    """Steps of linear rise."""
+
+
+class Policy(Component):
+    """A causal language model with its tokenizer."""
+
+    warm_start: WarmStart | None = None
+    """Supervised start on the task's demonstrations; null for none."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"demonstrations"}) if self.warm_start else frozenset()
+
+    @property
+    def provides(self) -> frozenset[str]:
+        return frozenset({"attention", "reference"})
+
+    def load(self, *, alphabet: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Model (attention that can be tapped, before any warm start) and tokenizer (with pad and end tokens).
+
+        alphabet: the task's characters, for policies that make their own tokenizer. seed: of fresh weights.
+        """
+        raise NotImplementedError
+
+    def config(self, *, alphabet: str) -> Any:
+        """The model's transformers configuration, without loading weights."""
+        raise NotImplementedError
+
+
+policies: Registry[Policy] = Registry("policy", Policy)

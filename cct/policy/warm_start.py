@@ -1,0 +1,96 @@
+"""Supervised warm start on the task's demonstrations, cached by the content of everything it depends on."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from .attention import tappable
+from .base import Policy, WarmStart
+
+if TYPE_CHECKING:
+    from cct.task import Task
+
+
+def cache_folder() -> Path:
+    """`$CCT_CACHE`, or `~/.cache/cct`."""
+    return Path(os.environ.get("CCT_CACHE") or Path.home() / ".cache" / "cct")
+
+
+def warm_start_key(policy: Policy, task: Task, seed: int) -> str:
+    """Hash of the knobs, the seed, and the code that demonstrates and trains."""
+    content = {
+        "policy": policy.model_dump(mode="json"), "task": task.model_dump(mode="json"), "seed": seed,
+        "code": [inspect.getsource(inspect.getmodule(part)) for part in (type(task), type(policy), warm_start)],  # type: ignore[arg-type]
+        "versions": [torch.__version__, transformers.__version__],
+    }
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def warm_start(
+    policy: Policy,
+    task: Task,
+    seed: int,
+    report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the policy and, where it says so, its warm start, from the cache if it is there.
+
+    report: called with (step, steps, loss) after every step. The cache entry appears whole or not at all.
+    """
+    model, tokenizer = policy.load(alphabet=task.alphabet, seed=seed)
+    if policy.warm_start is None:
+        return model, tokenizer
+    entry = cache_folder() / "warm_start" / warm_start_key(policy, task, seed)
+    if not entry.is_dir():
+        _supervise(model, tokenizer, task, policy.warm_start, seed, report)
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(dir=entry.parent))
+        model.save_pretrained(unfinished)
+        try:
+            unfinished.rename(entry)
+        except OSError:  # another process was faster; its entry holds the same
+            shutil.rmtree(unfinished)
+    return tappable(AutoModelForCausalLM.from_pretrained(entry, dtype=model.dtype)), tokenizer
+
+
+def _supervise(model, tokenizer, task: Task, knobs: WarmStart, seed: int, report) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=knobs.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+
+    def pace(step: int) -> float:
+        return min(1.0, (step + 1) / max(1, knobs.warmup)) * 0.5 * (1 + math.cos(math.pi * step / knobs.steps))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, pace)
+    model.train()
+    for step in range(knobs.steps):
+        pairs = task.demonstrations(seed + 1_000_003, step * knobs.batch_size, knobs.batch_size)
+        ids, labels = [], []
+        for prompt, response in pairs:
+            p = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            r = tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+            ids.append(p + r)
+            labels.append([-100] * len(p) + r)
+        width = max(map(len, ids))
+        batch = {
+            "input_ids": torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids], device=model.device),
+            "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids], device=model.device),
+            "labels": torch.tensor([row + [-100] * (width - len(row)) for row in labels], device=model.device),
+        }
+        loss = model(**batch, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        report(step + 1, knobs.steps, loss.item())

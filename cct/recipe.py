@@ -1,0 +1,388 @@
+"""The recipe: the parts put together. Loading, bases, `--set`, errors with file and line, dump and JSON schema.
+
+    base: base/chain_arithmetic.yaml      # optional; this file's keys are laid over it
+    transport: {use: comp_gae, lam: 0.95}
+
+Laying over: mappings merge key by key; a component whose `use` differs replaces the other one whole;
+everything else replaces. `--set a.b=c` is one more layer.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from cct.critic import Critic, critics
+from cct.evidence import Evidence, evidences
+from cct.geometry import Geometry, geometries
+from cct.policy import Generation, Policy, engines, policies
+from cct.registry import REGISTRIES, Component, Knobs, load_entry_points, load_plugin
+from cct.task import Task, tasks
+from cct.transport import Transport, transports
+
+
+class RecipeError(ValueError):
+    """One or several problems of a recipe, each with what was found, where, and what to do."""
+
+    def __init__(self, *problems: str):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class Plugin(Knobs):
+    """A file or module whose import registers components."""
+
+    path: str
+    """`./file.py`, relative to the recipe that names it, or an installed `package.module`."""
+    sha256: str | None = None
+    """Hash of the source; where it is given and differs, the recipe is refused. Written into every run."""
+
+
+class Training(Knobs):
+    """How much is sampled, and how actor and critic are updated from it."""
+
+    iterations: int = Field(60, ge=1)
+    """Rounds of sampling and updating the policy."""
+    prompts_per_iteration: int = Field(16, ge=1)
+    """Prompts in a round."""
+    responses_per_prompt: int = Field(16, ge=1)
+    """Responses sampled for each prompt."""
+    epochs: int = Field(1, ge=1, le=100)
+    """Passes of the policy update over a round's responses."""
+    minibatch_size: int = Field(128, ge=1)
+    """Responses per optimizer step; divides the responses of a round."""
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Responses per forward and backward; divides minibatch_size. Null takes minibatch_size. Never changes the gradient."""
+    learning_rate: float = Field(2e-4, gt=0, le=1)
+    """AdamW, actor."""
+    critic_learning_rate: float = Field(1e-3, gt=0, le=1)
+    """AdamW, critic."""
+    critic_epochs: int = Field(1, ge=1, le=100)
+    """Passes of the critic update over a round's responses, on what the actor's behaviour forward left behind."""
+    critic_warmup: int = Field(0, ge=0)
+    """Rounds before the first policy update in which only the critic learns, from responses of the starting policy."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    """AdamW, both."""
+    gradient_clip: float = Field(1.0, gt=0)
+    """Greatest gradient norm, of the actor and of the critic each by itself."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Iterations between checkpoints; the last iteration is always kept."""
+    strategy: Literal["auto"] = "auto"
+    """Lightning strategy."""
+    devices: int = Field(1, ge=1, le=1)
+    """Processes; one for now."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of torch; null leaves torch's default."""
+
+    @model_validator(mode="after")
+    def _divides(self) -> Training:
+        responses = self.prompts_per_iteration * self.responses_per_prompt
+        if responses % self.minibatch_size:
+            raise ValueError(
+                f"minibatch_size ({self.minibatch_size}) must divide the {responses} responses of an iteration "
+                f"({self.prompts_per_iteration} prompts x {self.responses_per_prompt} responses)"
+            )
+        if self.minibatch_size % self.rows_per_forward:
+            raise ValueError(f"micro_batch_size ({self.micro_batch_size}) must divide minibatch_size ({self.minibatch_size})")
+        return self
+
+    @property
+    def rows_per_forward(self) -> int:
+        return self.micro_batch_size or self.minibatch_size
+
+
+class Evaluation(Knobs):
+    """Greedy decoding of the task's held-out prompts."""
+
+    every: int = Field(10, ge=1)
+    """Iterations between evaluations; before the first and after the last one there always is one."""
+
+
+class Logging(Knobs):
+    """What a run writes besides metrics.jsonl."""
+
+    logger: Literal["csv", "tensorboard"] = "csv"
+    """Lightning logger; tensorboard needs the extra `.[tensorboard]`."""
+    samples: int = Field(8, ge=0, le=1000)
+    """Responses per iteration in samples.jsonl."""
+
+
+class Recipe(Knobs):
+    """A whole training run."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Names the run's folder."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """The one seed: weights, problems, sampling and shuffling derive from it."""
+    plugins: list[Plugin] = []
+    """Files or modules that register components of your own."""
+    task: Annotated[Task, tasks]
+    """Prompts and gold answers."""
+    policy: Annotated[Policy, policies]
+    """The language model."""
+    generation: Annotated[Generation, engines]
+    """The engine that samples."""
+    evidence: list[Annotated[Evidence, evidences]] = Field(min_length=1)
+    """What tells success; rewards are the weighted sum, accuracy is the first one's mean."""
+    critic: Annotated[Critic, critics] | None = None
+    """Predicts returns; null for critic-free transports."""
+    transport: Annotated[Transport, transports]
+    """Carries rewards back along the tokens."""
+    geometry: Annotated[Geometry, geometries]
+    """Turns advantages into a policy change."""
+    training: Training = Training()
+    evaluation: Evaluation = Evaluation()
+    logging: Logging = Logging()
+
+    @property
+    def parts(self) -> dict[str, Component]:
+        """Every component by its place, gates inside transports included."""
+        found: dict[str, Component] = {}
+
+        def add(place: str, value: Any) -> None:
+            if isinstance(value, list):
+                for index, item in enumerate(value):
+                    add(f"{place}.{index}", item)
+            elif isinstance(value, Component):
+                found[place] = value
+                for name in type(value).model_fields:
+                    add(f"{place}.{name}", getattr(value, name))
+
+        for name in type(self).model_fields:
+            add(name, getattr(self, name))
+        return found
+
+    @property
+    def reward_bounds(self) -> tuple[float, float]:
+        """Least and greatest reward of a response."""
+        ends = [sorted(bound * part.weight for bound in part.bounds) for part in self.evidence]
+        return sum(low for low, _ in ends), sum(high for _, high in ends)
+
+    def providers(self, need: str) -> list[str]:
+        """Places of this recipe that provide `need`."""
+        found = [place for place, part in self.parts.items() if need in part.provides]
+        if need == "groups" and self.training.responses_per_prompt >= 2:
+            found.append("training.responses_per_prompt")
+        return found
+
+    @model_validator(mode="after")
+    def _needs_are_met(self) -> Recipe:
+        for place, part in self.parts.items():
+            for need in sorted(part.needs):
+                if not self.providers(need):
+                    raise PydanticCustomError("pairing", "{message}", {"message": self._unmet(place, part, need)})
+        if self.critic is not None and self.reward_bounds[0] >= self.reward_bounds[1]:
+            raise PydanticCustomError("pairing", "all evidence has weight 0, so every reward is the same; give one a weight")
+        return self
+
+    @staticmethod
+    def _unmet(place: str, part: Component, need: str) -> str:
+        if need == "groups":
+            return f"{place} '{part.use}' compares responses to one prompt: set training.responses_per_prompt to 2 or more"
+        able = [
+            f"{axis}: {name}" for axis, registry in REGISTRIES.items() for name in registry.names()
+            if need in registry[name].model_construct().provides
+        ]
+        what = f"provided by {', '.join(able)}" if able else "which no registered component provides"
+        return f"{place} '{part.use}' needs {need}, and nothing in this recipe provides it; {what}"
+
+
+# --- loading ----------------------------------------------------------------------------------
+Key = tuple[str | int, ...]
+
+
+class _Source:
+    """Plain data, and for each key path the place where it was written."""
+
+    def __init__(self, data: Any = None, marks: dict[Key, str] | None = None):
+        self.data = data if data is not None else {}
+        self.marks = marks or {}
+
+    def lay_over(self, base: _Source) -> _Source:
+        marks = dict(base.marks)
+
+        def merge(low: Any, high: Any, path: Key) -> Any:
+            if isinstance(high, Mapping) and isinstance(low, str) and "use" not in high:
+                low = {"use": low}  # `--set transport.lam=1` over `transport: gae`
+            if isinstance(high, Mapping) and isinstance(low, list) and all(isinstance(k, str) and k.isdigit() for k in high):
+                for key in high:
+                    if int(key) >= len(low):
+                        raise RecipeError(f"{self.mark(path)}{dotted(path)} has {len(low)} entries; there is no number {key}")
+                return [merge(item, high[str(i)], (*path, str(i))) if str(i) in high else item for i, item in enumerate(low)]
+            same = isinstance(high, Mapping) and isinstance(low, Mapping) and high.get("use", low.get("use")) == low.get("use")
+            if same:
+                return {key: merge(low[key], high[key], (*path, key)) if key in low and key in high
+                        else high.get(key, low.get(key)) for key in [*low, *(k for k in high if k not in low)]}
+            for key in [key for key in marks if key[: len(path)] == path]:
+                del marks[key]
+            return high
+
+        return _Source(merge(base.data, self.data, ()), marks | self.marks)
+
+    def mark(self, path: Sequence[str | int]) -> str:
+        """`file, line N: ` of the longest written prefix of a key path."""
+        keys = tuple(path)
+        while keys and keys not in self.marks:
+            keys = keys[:-1]
+        return self.marks.get(keys, "") and f"{self.marks[keys]}: "
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    return ".".join(map(str, path))
+
+
+def _read_yaml(path: Path) -> _Source:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise RecipeError(f"{path}: no such file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read ({error})") from None
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        at = f", line {line + 1}" if line is not None else ""
+        raise RecipeError(f"{path}{at}: not YAML ({getattr(error, 'problem', None) or error})") from None
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of sections; found {'nothing' if data is None else type(data).__name__}")
+    marks: dict[Key, str] = {}
+
+    def walk(node: yaml.Node, keys: Key) -> None:
+        if isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                where = f"{path}, line {key.start_mark.line + 1}"
+                if key.value in seen:
+                    raise RecipeError(f"{where}: the key '{dotted((*keys, key.value))}' stands twice")
+                seen.add(key.value)
+                marks[(*keys, key.value)] = where
+                walk(value, (*keys, key.value))
+        elif isinstance(node, yaml.SequenceNode):
+            for index, item in enumerate(node.value):
+                marks[(*keys, index)] = f"{path}, line {item.start_mark.line + 1}"
+                walk(item, (*keys, index))
+
+    assert root is not None
+    walk(root, ())
+    return _Source(data, marks)
+
+
+def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> _Source:
+    if path.resolve() in above:
+        raise RecipeError(f"{path}: bases go round in a circle: {' -> '.join(p.name for p in (*above, path))}")
+    source = _read_yaml(path)
+    if isinstance(source.data.get("plugins"), list):  # relative to the file that names them
+        source.data["plugins"] = [_absolute_plugin(entry, path.parent) for entry in source.data["plugins"]]
+    base = source.data.pop("base", None)
+    if base is None:
+        return source
+    if not isinstance(base, str):
+        raise RecipeError(f"{source.mark(('base',))}base must name one YAML file; found {base!r}")
+    target = path.parent / base
+    if not target.is_file():
+        raise RecipeError(f"{source.mark(('base',))}base: {target}: no such file")
+    return source.lay_over(_with_bases(target, (*above, path.resolve())))
+
+
+def _absolute_plugin(entry: Any, folder: Path) -> Any:
+    plugin = {"path": entry} if isinstance(entry, str) else entry
+    if isinstance(plugin, dict) and isinstance(plugin.get("path"), str) and plugin["path"].endswith(".py"):
+        plugin = {**plugin, "path": str((folder / plugin["path"]).resolve())}
+    return plugin
+
+
+def _override(text: str) -> _Source:
+    key, equals, value = text.partition("=")
+    keys = key.strip().split(".")
+    if not equals or not all(keys):
+        raise RecipeError(f"--set {text}: expected a.b=value, for example --set training.iterations=10")
+    try:
+        data: Any = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"--set {text}: the value is not YAML ({getattr(error, 'problem', error)})") from None
+    for name in reversed(keys):
+        data = {name: data}
+    path = tuple(int(k) if k.isdigit() else k for k in keys)
+    return _Source(data, {path[: i + 1]: f"--set {text}" for i in range(len(path))})
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read, lay over bases and `--set`s, import plug-ins, validate.
+
+    Raises RecipeError with every problem found. An error inside a plug-in passes through with its own
+    traceback, noted with the recipe's line.
+    """
+    source = _with_bases(Path(path))
+    for text in overrides:
+        source = _override(text).lay_over(source)
+    load_entry_points()
+    source.data["plugins"] = _import_plugins(source)
+    try:
+        return Recipe.model_validate(source.data)
+    except ValidationError as error:
+        raise RecipeError(*(_describe(problem, source, Path(path)) for problem in error.errors())) from None
+
+
+def _import_plugins(source: _Source) -> list[dict[str, Any]]:
+    entries = source.data.get("plugins") or []
+    if not isinstance(entries, list):
+        raise RecipeError(f"{source.mark(('plugins',))}plugins must be a list of files or modules; found {entries!r}")
+    loaded = []
+    for index, entry in enumerate(entries):
+        where = source.mark(("plugins", index))
+        try:
+            plugin = Plugin.model_validate({"path": entry} if isinstance(entry, str) else entry)
+        except ValidationError:
+            raise RecipeError(f"{where}a plug-in is a path or module name; found {entry!r}") from None
+        try:
+            digest = load_plugin(plugin.path, Path.cwd())
+        except FileNotFoundError as error:
+            raise RecipeError(f"{where}{error}") from None
+        except Exception as error:
+            error.add_note(f"{where}plug-in {plugin.path} failed to import")
+            raise
+        if plugin.sha256 and plugin.sha256 != digest:
+            raise RecipeError(
+                f"{where}plug-in {plugin.path} has changed (SHA-256 {str(digest)[:12]}..., the recipe says {plugin.sha256[:12]}...); "
+                "restore it, or remove `sha256` to take it as it is"
+            )
+        loaded.append({"path": plugin.path, "sha256": digest})
+    return loaded
+
+
+def _describe(problem: Any, source: _Source, path: Path) -> str:
+    keys = problem["loc"]
+    where = source.mark(keys) or f"{path}: "
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"{where}{dotted(keys)} is missing; every recipe needs it"
+    if problem["type"] in ("component", "pairing", "unknown_key"):
+        return f"{where}{dotted(keys)}{': ' if keys else ''}{message}"
+    found = repr(problem["input"])
+    shown = f" (found {found if len(found) < 80 else found[:77] + '...'})" if not isinstance(problem["input"], dict) else ""
+    return f"{where}{dotted(keys)}: {message[:1].lower()}{message[1:]}{shown}"
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML: every knob with its value."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of recipe files, for editors; plug-ins imported so far included."""
+    schema = Recipe.model_json_schema()
+    schema["properties"]["base"] = {"type": "string", "description": "Recipe file that this one is laid over."}
+    schema["properties"]["plugins"]["items"] = {"anyOf": [{"type": "string"}, schema["properties"]["plugins"]["items"]]}
+    schema["required"] = ["name"]  # the rest may stand in a base
+    return schema
+

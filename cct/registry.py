@@ -1,0 +1,197 @@
+"""Components and registries: how a name in a recipe becomes an operator.
+
+A `Component` is a frozen bag of knobs that is itself the operator. A `Registry` maps the names of
+one axis to component classes and, used as an annotation, teaches pydantic to read
+`{use: name, knob: value}` or a bare `name`:
+
+    class Recipe(BaseModel):
+        transport: Annotated[Transport, transports]
+
+Absent on purpose: no overriding of a registered name, no lazy string paths, no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable
+from hashlib import sha256
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_serializer, model_validator
+from pydantic_core import PydanticCustomError, core_schema
+
+
+class Knobs(BaseModel):
+    """A frozen set of knobs. The docstring under each is its help, in `cct explain`, the schema and errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _know_every_key(cls, data: Any) -> Any:
+        unknown = [key for key in data if key not in cls.model_fields] if isinstance(data, dict) else []
+        if unknown:
+            raise ValidationError.from_exception_data(cls.__name__, [
+                {"type": PydanticCustomError("unknown_key", "{message}", {"message": _did_you_mean("key", str(key), cls.model_fields)}),
+                 "loc": (key,), "input": data[key]}
+                for key in unknown
+            ])
+        return data
+
+
+def _did_you_mean(kind: str, name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    hint = f" (did you mean '{close[0]}'?)" if close else ""
+    return f"no {kind} is called '{name}'{hint}; there are: {', '.join(known) or 'none'}"
+
+
+class Component(Knobs):
+    """A frozen set of knobs that is itself the operator."""
+
+    use: ClassVar[str] = ""
+    """The name it is registered under."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What another part of the recipe must provide, for example `values`."""
+        return frozenset()
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """What it provides to other parts."""
+        return frozenset()
+
+    @model_serializer(mode="wrap")
+    def _with_name(self, handler: Any) -> dict[str, Any]:
+        return {"use": self.use, **handler(self)}
+
+    @classmethod
+    def summary(cls) -> str:
+        """First line of the docstring."""
+        return (inspect.getdoc(cls) or "").split("\n")[0]
+
+    @classmethod
+    def where(cls) -> tuple[Path, int]:
+        """File and line of the definition."""
+        return Path(inspect.getsourcefile(cls) or "?"), inspect.getsourcelines(cls)[1]
+
+
+C = TypeVar("C", bound=Component)
+REGISTRIES: dict[str, Registry[Any]] = {}
+
+
+class Registry(Generic[C]):
+    """The components of one axis, by name.
+
+    axis: singular name as users say it, `transport`; entry points are read from the group `cct.<axis>`.
+    """
+
+    def __init__(self, axis: str, base: type[C]):
+        self.axis = axis
+        self.base = base
+        self._classes: dict[str, type[C]] = {}
+        REGISTRIES[axis] = self
+
+    def register(self, name: str):
+        """Class decorator. Raises ValueError where the name is taken or the class is of another axis."""
+
+        def add(cls: type[C]) -> type[C]:
+            if not issubclass(cls, self.base):
+                raise ValueError(f"{cls.__qualname__} is not a {self.base.__name__}; the {self.axis} registry takes no other")
+            if cls.__dict__.get("use"):
+                raise ValueError(f"{cls.__qualname__} is already registered as '{cls.use}'")
+            if name in self._classes:
+                path, line = self._classes[name].where()
+                raise ValueError(f"{self.axis} '{name}' is already registered at {path}:{line}; choose another name")
+            if not cls.summary() or cls.summary() == self.base.summary():
+                raise ValueError(f"{self.axis} '{name}' has no docstring; its first line is what `cct ls` prints")
+            cls.use = name
+            self._classes[name] = cls
+            return cls
+
+        return add
+
+    def names(self) -> list[str]:
+        return sorted(self._classes)
+
+    def __getitem__(self, name: str) -> type[C]:
+        if name not in self._classes:
+            raise KeyError(_did_you_mean(self.axis, name, self.names()))
+        return self._classes[name]
+
+    # --- pydantic -----------------------------------------------------------------------------
+    def _read(self, value: Any) -> C:
+        if isinstance(value, self.base):
+            return value
+        knobs = {"use": value} if isinstance(value, str) else value
+        if not isinstance(knobs, dict) or not isinstance(knobs.get("use"), str):
+            raise PydanticCustomError(
+                "component", "expected a name or a mapping with the key 'use'; there are: {names}",
+                {"names": ", ".join(self.names())},
+            )
+        try:
+            cls = self[knobs["use"]]
+        except KeyError as error:
+            raise PydanticCustomError("component", "{message}", {"message": error.args[0]}) from None
+        return cls.model_validate({key: knob for key, knob in knobs.items() if key != "use"})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            self._read, serialization=core_schema.plain_serializer_function_ser_schema(lambda part: part.model_dump(mode="json"))
+        )
+
+    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Every registered component, so that an editor completes names and knobs."""
+        options: list[dict[str, Any]] = []
+        for name in self.names():
+            part = handler.resolve_ref_schema(handler(self._classes[name].__pydantic_core_schema__))
+            knobs = {key: value for key, value in part.get("properties", {}).items() if key != "use"}
+            required = part.get("required", [])
+            options.append({
+                "type": "object", "title": name, "description": self._classes[name].summary(), "additionalProperties": False,
+                "properties": {"use": {"const": name}, **knobs}, "required": ["use", *required],
+            })
+            if not required:
+                options.append({"const": name, "description": self._classes[name].summary()})
+        return {"anyOf": options}
+
+
+# --- plug-ins ---------------------------------------------------------------------------------
+def load_plugin(name: str, folder: Path) -> str | None:
+    """Import `./file.py` (relative to `folder`) or an installed `package.module`; returns the file's SHA-256.
+
+    An error of the plug-in itself passes through with its own traceback. FileNotFoundError where the
+    file is missing.
+    """
+    if name.endswith(".py"):
+        path = (folder / name).resolve()
+        if not path.is_file():
+            raise FileNotFoundError(f"plug-in {name} not found at {path}")
+        digest = sha256(path.read_bytes()).hexdigest()
+        module_name = f"cct_plugin_{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
+        if module_name not in sys.modules:
+            spec = importlib.util.spec_from_file_location(module_name, path)
+            assert spec and spec.loader
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[module_name]
+                raise
+        return digest
+    file = getattr(importlib.import_module(name), "__file__", None)
+    return sha256(Path(file).read_bytes()).hexdigest() if file else None
+
+
+def load_entry_points() -> None:
+    """Import the components that installed packages announce under `cct.<axis>`."""
+    for axis in REGISTRIES:
+        for entry in entry_points(group=f"cct.{axis}"):
+            entry.load()

@@ -1,0 +1,40 @@
+"""The Task axis."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cct.registry import Component, Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cct.rollout import Prompt
+
+
+class Task(Component):
+    """Prompts with gold answers, in a reproducible endless order.
+
+    The training stream is a function of (seed, position), so that a resumed run continues it and two
+    runs with one seed see the same problems in the same order.
+    """
+
+    def prompts(self, seed: int, start: int, count: int) -> Sequence[Prompt]:
+        """Training prompts number start .. start + count - 1 of the stream of this seed."""
+        raise NotImplementedError
+
+    def held_out(self) -> Sequence[Prompt]:
+        """The fixed evaluation prompts; none of them is ever returned by `prompts`."""
+        raise NotImplementedError
+
+    def demonstrations(self, seed: int, start: int, count: int) -> Sequence[tuple[str, str]]:
+        """(prompt, response) pairs for a warm start; tasks that have them provide `demonstrations`."""
+        raise NotImplementedError(f"task '{self.use}' has no demonstrations")
+
+    @property
+    def alphabet(self) -> str:
+        """Characters that occur; a character tokenizer is made of them. Empty where unknown."""
+        return ""
+
+
+tasks: Registry[Task] = Registry("task", Task)

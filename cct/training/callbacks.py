@@ -1,0 +1,156 @@
+"""What watches a run: the recorder (metrics, evaluation, samples, checkpoints) and the live display."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import Logger
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from transformers import PreTrainedTokenizerBase
+
+from cct.recipe import Recipe
+
+from .collect import evaluate
+from .module import CreditModule, RolloutData
+
+KEEP_CHECKPOINTS = 2  # the newest, and one before it should the newest be cut short
+
+
+class JsonLinesLogger(Logger):
+    """metrics.jsonl: one JSON object per event, with its iteration."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return "jsonl"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: recipe.yaml holds them."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"iteration": step, **metrics}) + "\n")
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """A run's checkpoints, oldest first; each is named by the iteration after which it was taken."""
+    return sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: int(path.stem))
+
+
+class Recorder(Callback):
+    """After every iteration: metrics to the loggers, samples, evaluation and checkpoint where due."""
+
+    def __init__(self, recipe: Recipe, folder: Path, tokenizer: PreTrainedTokenizerBase, display: Display):
+        self.recipe, self.folder, self.tokenizer, self.display = recipe, folder, tokenizer, display
+        self.started = time.perf_counter()
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        assert isinstance(module, CreditModule)
+        if module.current_epoch == 0:
+            self._log(trainer, self._evaluate(module), iteration=0)
+        self.started = time.perf_counter()
+
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.display.show(stage="update")
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        assert isinstance(module, CreditModule)
+        iteration, data = module.iteration, trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(data, RolloutData) and data.current is not None
+        seconds = time.perf_counter() - self.started
+        metrics = data.current.metrics | module.update_metrics()
+        metrics |= {"time/iteration": seconds, "train/tokens_per_second": metrics["train/tokens"] / seconds}
+        last = iteration == self.recipe.training.iterations
+        if iteration > 0 and (last or iteration % self.recipe.evaluation.every == 0):
+            metrics |= self._evaluate(module)
+        self._log(trainer, metrics, iteration)
+        with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+            for sample in data.current.samples:
+                file.write(json.dumps({"iteration": iteration, **asdict(sample)}, ensure_ascii=False) + "\n")
+        data.current = None
+        if last or (iteration > 0 and iteration % self.recipe.training.checkpoint_every == 0):
+            trainer.save_checkpoint(self.folder / "checkpoints" / f"{iteration:06d}.ckpt")
+            for old in checkpoints(self.folder)[:-KEEP_CHECKPOINTS]:
+                old.unlink()
+        self.started = time.perf_counter()
+
+    def _evaluate(self, module: CreditModule) -> dict[str, float]:
+        self.display.show(stage="evaluate")
+        started = time.perf_counter()
+        return evaluate(self.recipe, module.agent.actor, self.tokenizer) | {"time/evaluate": time.perf_counter() - started}
+
+    def _log(self, trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=iteration)
+            logger.save()
+        self.display.iteration(iteration, metrics)
+
+
+class Display:
+    """Live progress on a terminal; one line per iteration elsewhere."""
+
+    def __init__(self, recipe: Recipe, console: Console):
+        self.recipe, self.console = recipe, console
+        self.state: dict[str, Any] = {"stage": "load", "iteration": "-"}
+        self.history: list[tuple[int, dict[str, float]]] = []
+        self.live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> Display:
+        if self.live:
+            self.live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.live:
+            self.live.stop()
+
+    def show(self, **state: Any) -> None:
+        self.state.update(state)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def warm_start(self, step: int, steps: int, loss: float) -> None:
+        self.show(stage="warm start", step=f"{step}/{steps}", loss=f"{loss:.3f}")
+        if step % 100 == 0 or step == steps:
+            self.say(f"warm start  step {step}/{steps}  loss {loss:.3f}")
+
+    def iteration(self, iteration: int, metrics: dict[str, float]) -> None:
+        self.history.append((iteration, metrics))
+        training = self.recipe.training
+        times = [m["time/iteration"] for _, m in self.history if "time/iteration" in m]
+        self.state = {"stage": self.state["stage"], "iteration": f"{iteration}/{training.iterations}"}
+        if times:
+            left = (training.iterations - iteration) * sum(times[-5:]) / len(times[-5:])
+            self.state |= {
+                "tokens/s": f"{metrics['train/tokens_per_second']:,.0f}", "reward": f"{metrics['train/reward']:.3f}",
+                "time left": f"{int(left // 60)}:{int(left % 60):02d}",
+            }
+        if "critic/explained_variance" in metrics:
+            self.state["explained variance"] = f"{metrics['critic/explained_variance']:.3f}"
+        accuracy = next((m["eval/accuracy"] for _, m in reversed(self.history) if "eval/accuracy" in m), None)
+        if accuracy is not None:
+            self.state["held-out accuracy"] = f"{accuracy:.3f}"
+        if not self.live or "eval/accuracy" in metrics:
+            kind = "critic warm-up" if iteration <= 0 and times else "iteration"
+            self.say(f"{kind} {'  '.join(f'{k} {v}' for k, v in self.state.items() if k not in ('stage', 'iteration'))}".replace(
+                kind, f"{kind} {iteration}", 1))
+
+    def _render(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_row(f"[bold]{self.recipe.name}[/bold]", *(f"[dim]{key}[/dim] {value}" for key, value in self.state.items()))
+        return table

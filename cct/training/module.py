@@ -1,0 +1,116 @@
+"""The two Lightning objects: a module that turns minibatches into losses, and a data module that makes them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+from lightning import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader
+
+from cct.policy.agent import Agent
+from cct.recipe import Recipe
+
+from .collect import Collector, Iteration, Minibatch, TrainingStopped
+
+
+def iteration_of(recipe: Recipe, epoch: int) -> int:
+    """Iteration number of a Lightning epoch: the critic's warm-up ends at 0, the first policy update is 1."""
+    return epoch + 1 - recipe.training.critic_warmup
+
+
+class RolloutData(LightningDataModule):
+    """Each epoch's minibatches, sampled from the current policy when Lightning asks for them."""
+
+    def __init__(self, recipe: Recipe, collector: Collector):
+        super().__init__()
+        self.recipe, self.collector = recipe, collector
+        self.current: Iteration | None = None
+
+    def train_dataloader(self) -> DataLoader:
+        assert self.trainer is not None
+        self.current = self.collector.collect(iteration_of(self.recipe, self.trainer.current_epoch))
+        return DataLoader(self.current.updates, batch_size=None, shuffle=False)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.collector.moments}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.collector.moments = state_dict["moments"]
+
+
+class CreditModule(LightningModule):
+    """Actor, critic and geometry: one loss per minibatch, for the critic or for the policy."""
+
+    def __init__(self, recipe: Recipe, agent: Agent):
+        super().__init__()
+        self.recipe, self.agent = recipe, agent
+        self.sums: dict[str, float] = defaultdict(float)
+        self.update_started = 0.0
+
+    @property
+    def iteration(self) -> int:
+        return iteration_of(self.recipe, self.current_epoch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        training = self.recipe.training
+        groups = [{"params": list(self.agent.actor.parameters()), "lr": training.learning_rate, "name": "actor"}]
+        if self.agent.critic is not None:
+            groups.append({"params": list(self.agent.critic.parameters()), "lr": training.critic_learning_rate, "name": "critic"})
+        return torch.optim.AdamW(groups, weight_decay=training.weight_decay)
+
+    def on_train_epoch_start(self) -> None:
+        self.sums.clear()
+        self.update_started = time.perf_counter()
+
+    def training_step(self, batch: Minibatch, batch_index: int) -> torch.Tensor:
+        loss = self._critic_loss(batch) if batch.trace is not None else self._policy_loss(batch)
+        return loss * self.trainer.accumulate_grad_batches  # the weights already divide by the whole minibatch; Lightning divides again
+
+    def _critic_loss(self, batch: Minibatch) -> torch.Tensor:
+        assert batch.trace is not None and batch.value_targets is not None and self.recipe.critic is not None and self.agent.critic is not None
+        raw = self.agent.values(batch.trace, batch.mask.shape[1])[0][:, :-1]
+        per_token = self.agent.critic.head.loss(raw.masked_fill(~batch.mask, 0.0), batch.value_targets)
+        loss = (batch.token_weights * per_token).sum()
+        self._finite(loss, f"critic '{self.recipe.critic.use}' (loss)")
+        self._count(**{"critic/loss": loss.detach()})
+        return loss
+
+    def _policy_loss(self, batch: Minibatch) -> torch.Tensor:
+        reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1])
+        per_token, metrics = self.recipe.geometry(
+            reading.logprobs, batch.logprobs, batch.advantages, batch.mask, batch.reference_logprobs
+        )
+        loss = (batch.loss_weights * per_token).sum()
+        self._finite(loss, f"geometry '{self.recipe.geometry.use}' (loss)")
+        means = {f"policy/{name}": (batch.token_weights * value).sum() for name, value in metrics.items()}
+        self._count(**means, **{"policy/loss": loss.detach()})
+        return loss
+
+    def _finite(self, value: torch.Tensor, name: str) -> None:
+        if not bool(value.isfinite()):
+            raise TrainingStopped(f"NaN or infinity from {name} in iteration {self.iteration}")
+
+    def _count(self, **metrics: torch.Tensor) -> None:
+        for name, value in metrics.items():
+            self.sums[name] += float(value)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        """Actor and critic are clipped each by its own norm, so that a loud critic does not shrink the policy's step."""
+        for group in optimizer.param_groups:
+            touched = [p for p in group["params"] if p.grad is not None]
+            if touched:
+                norm = torch.nn.utils.clip_grad_norm_(touched, self.recipe.training.gradient_clip)
+                self._finite(norm, f"{group['name']} (gradient)")
+                self._count(**{f"{group['name']}/gradient_norm": norm, f"{group['name']}/steps": torch.ones(())})
+
+    def update_metrics(self) -> dict[str, float]:
+        """Means over the epoch's optimizer steps, of the critic and of the policy each."""
+        steps = {"critic": self.sums.get("critic/steps", 0), "policy": self.sums.get("actor/steps", 0)}
+        steps["actor"] = steps["policy"]
+        means = {
+            name: total / max(1, steps[name.split("/")[0]]) for name, total in self.sums.items() if not name.endswith("/steps")
+        }
+        return means | {"time/update": time.perf_counter() - self.update_started}

@@ -1,0 +1,176 @@
+"""A run from start to end: its folder, the policy, Lightning, the export."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from lightning import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import Logger
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cct.policy.agent import Agent
+from cct.policy.warm_start import warm_start
+from cct.recipe import Recipe, RecipeError, dump_recipe, load_recipe
+from cct.rollout import derive_seed
+
+from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
+from .collect import Collector, evaluate
+from .module import CreditModule, RolloutData
+
+
+def new_folder(root: Path, name: str) -> Path:
+    """`root/name/001`, or the next number that is free; created."""
+    number = 1 + max([int(p.name) for p in (root / name).glob("*") if p.name.isdigit()], default=0)
+    while True:
+        folder = root / name / f"{number:03d}"
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:  # another run took it
+            number += 1
+
+
+def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrainedTokenizerBase, PreTrainedModel | None]:
+    """Agent at its starting point, tokenizer, and the reference model where a part needs one."""
+    if recipe.training.threads:
+        torch.set_num_threads(recipe.training.threads)
+    actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(recipe.seed, "critic"))
+        critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
+    reference = None
+    if any("reference" in part.needs for part in recipe.parts.values()):
+        reference = type(actor)(actor.config)
+        reference.load_state_dict(actor.state_dict())
+        reference.requires_grad_(False).eval()
+    return Agent(actor, critic, recipe.generation.temperature), tokenizer, reference
+
+
+def train(recipe: Recipe, folder: Path, *, console: Console, checkpoint: Path | None = None) -> dict[str, float]:
+    """Train into `folder` (from `checkpoint` where given), print the closing table, return the last metrics.
+
+    Raises TrainingStopped on NaN or failing evidence; checkpoints taken so far stay.
+    """
+    _quiet()
+    started = time.perf_counter()
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    first = int(checkpoint.stem) if checkpoint else 0
+    with Display(recipe, console) as display:
+        agent, tokenizer, reference = build(recipe, display.warm_start)
+        collector = Collector(recipe, agent, tokenizer, reference)
+        collector.on_stage = lambda stage: display.show(stage=stage)
+        trainer = Trainer(
+            max_epochs=recipe.training.critic_warmup + recipe.training.iterations,
+            accumulate_grad_batches=recipe.training.minibatch_size // recipe.training.rows_per_forward,
+            reload_dataloaders_every_n_epochs=1, use_distributed_sampler=False, strategy=recipe.training.strategy,
+            devices=recipe.training.devices, logger=[JsonLinesLogger(folder / "metrics.jsonl"), _logger(recipe, folder, first)],
+            callbacks=[Recorder(recipe, folder, tokenizer, display)], default_root_dir=folder, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )
+        try:
+            trainer.fit(CreditModule(recipe, agent), datamodule=RolloutData(recipe, collector), ckpt_path=checkpoint, weights_only=False)
+        finally:
+            saved = checkpoints(folder)
+            if saved and int(saved[-1].stem) < recipe.training.iterations:
+                display.say(f"stopped early; go on with: cct run --resume {folder}")
+        display.show(stage="export")
+        agent.actor.save_pretrained(folder / "policy")
+        tokenizer.save_pretrained(folder / "policy")
+    console.print(closing_table(folder, time.perf_counter() - started))
+    return read_metrics(folder)[-1]
+
+
+def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, console: Console) -> dict[str, float]:
+    """Go on from the newest checkpoint of a run, under its own recipe or a given one.
+
+    Events after the checkpoint are dropped from the logs: they are made again. Raises RecipeError where
+    there is nothing to resume.
+    """
+    if not (folder / "recipe.yaml").is_file():
+        raise RecipeError(f"{folder}: not a run folder (no recipe.yaml)")
+    saved = checkpoints(folder)
+    if not saved:
+        raise RecipeError(f"{folder}: no checkpoint was taken yet; start the recipe again")
+    recipe = recipe or load_recipe(folder / "recipe.yaml", overrides)
+    reached = int(saved[-1].stem)
+    if reached >= recipe.training.iterations:
+        raise RecipeError(
+            f"{folder}: complete, all {recipe.training.iterations} iterations are done; "
+            f"`--set training.iterations={2 * reached}` would train on"
+        )
+    for change in _changes(load_recipe(folder / "recipe.yaml"), recipe):
+        console.print(f"resuming with {change}", highlight=False)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        if (folder / name).is_file():
+            kept = [line for line in (folder / name).read_text(encoding="utf-8").splitlines() if json.loads(line)["iteration"] <= reached]
+            (folder / name).write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    return train(recipe, folder, console=console, checkpoint=saved[-1])
+
+
+def evaluate_run(folder: Path) -> dict[str, float]:
+    """Greedy held-out evaluation of a run's exported policy."""
+    _quiet()
+    if not (folder / "policy").is_dir():
+        raise RecipeError(f"{folder}: no exported policy (policy/); the run has not ended yet")
+    recipe = load_recipe(folder / "recipe.yaml", [f"policy={{use: pretrained, path: {json.dumps(str((folder / 'policy').resolve()))}}}"])
+    actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
+    return evaluate(recipe, actor, tokenizer)
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def closing_table(folder: Path, seconds: float) -> Table:
+    """First, best and last of what matters, from metrics.jsonl."""
+    events = [event for event in read_metrics(folder)]
+    table = Table(title=f"{folder}  ({int(seconds // 60)} min {int(seconds % 60)} s)", title_justify="left")
+    for column in ("", "first", "last", "mean"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name in (
+        "eval/accuracy", "train/reward", "train/length", "critic/explained_variance", "gate/mean", "policy/clip_fraction",
+        "policy/approx_kl", "train/tokens_per_second",
+    ):
+        values = [event[name] for event in events if name in event and (event["iteration"] > 0 or name.startswith("eval"))]
+        if values:
+            table.add_row(name, *(f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}" for x in (values[0], values[-1], sum(values) / len(values))))
+    return table
+
+
+def _changes(old: Recipe, new: Recipe) -> list[str]:
+    def flat(value: Any, path: str = "") -> dict[str, Any]:
+        if isinstance(value, dict):
+            return {k: v for key, item in value.items() for k, v in flat(item, f"{path}.{key}" if path else key).items()}
+        return {path: value}
+
+    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
+    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in {**before, **after} if before.get(key) != after.get(key)]
+
+
+def _logger(recipe: Recipe, folder: Path, first: int) -> Logger:
+    version = f"from_{first:06d}"
+    if recipe.logging.logger == "tensorboard":
+        return TensorBoardLogger(folder, name="logs", version=version)
+    return CSVLogger(folder, name="logs", version=version)
+
+
+def _quiet() -> None:
+    """Lightning's and transformers' chatter that has no meaning for a run made of rollouts."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", module="lightning")
+
+

@@ -1,0 +1,25 @@
+"""Transport: the operators that carry evidence back along the tokens, and the gates that meter it.
+
+The tensor functions (`gated_gae`, `group_advantage`, ...) are public here and live in `functional`,
+which imports torch; the components' knobs do not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .base import Gate, Transport, gates, transports
+from . import gae, gate, grpo  # noqa: F401  (registration)
+
+if TYPE_CHECKING:
+    from .functional import explained_variance, gated_gae, group_advantage, scan, whiten
+
+__all__ = ["Gate", "Transport", "explained_variance", "gated_gae", "gates", "group_advantage", "scan", "transports", "whiten"]
+
+
+def __getattr__(name: str) -> Any:  # torch is imported when a tensor function is first asked for
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import functional
+
+    return getattr(functional, name)
