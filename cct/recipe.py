@@ -362,15 +362,32 @@ def _import_plugins(source: _Source) -> list[dict[str, Any]]:
 
 def _describe(problem: Any, source: _Source, path: Path) -> str:
     keys = problem["loc"]
+    purpose = _purpose(keys, source.data)
     where = source.mark(keys) or f"{path}: "
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
-        return f"{where}{dotted(keys)} is missing; every recipe needs it"
+        return f"{where}{dotted(keys)} is missing and has no default. {purpose}".rstrip()
     if problem["type"] in ("component", "pairing", "unknown_key"):
         return f"{where}{dotted(keys)}{': ' if keys else ''}{message}"
     found = repr(problem["input"])
     shown = f" (found {found if len(found) < 80 else found[:77] + '...'})" if not isinstance(problem["input"], dict) else ""
-    return f"{where}{dotted(keys)}: {message[:1].lower()}{message[1:]}{shown}"
+    return f"{where}{dotted(keys)}: {message[:1].lower()}{message[1:]}{shown}. {purpose}".rstrip()
+
+
+def _purpose(keys: Sequence[str | int], data: Any) -> str:
+    """The docstring of the knob at a key path, where there is one."""
+    knobs: Any = Recipe
+    description = ""
+    for key in keys:
+        data = data.get(key) if isinstance(data, dict) else data[key] if isinstance(data, list) and isinstance(key, int) else None
+        field = knobs.model_fields.get(key) if isinstance(knobs, type) and issubclass(knobs, Knobs) else None
+        if field is not None:
+            description = field.description or ""
+            knobs = field.annotation
+        name = data.get("use") if isinstance(data, dict) else data
+        classes = [registry[name] for registry in REGISTRIES.values() if name in registry.names()] if isinstance(name, str) else []
+        knobs = classes[0] if classes else knobs
+    return description
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -380,9 +397,17 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of recipe files, for editors; plug-ins imported so far included."""
-    schema = Recipe.model_json_schema()
+    schema = Recipe.model_json_schema(mode="validation")
+    schema["$defs"] |= {axis: registry.json_schema() for axis, registry in REGISTRIES.items()}
     schema["properties"]["base"] = {"type": "string", "description": "Recipe file that this one is laid over."}
     schema["properties"]["plugins"]["items"] = {"anyOf": [{"type": "string"}, schema["properties"]["plugins"]["items"]]}
     schema["required"] = ["name"]  # the rest may stand in a base
-    return schema
 
+    def refer(node: Any) -> Any:
+        if isinstance(node, dict):
+            if isinstance(node.get("axis"), str):
+                return {"$ref": f"#/$defs/{node['axis']}", **({"description": node["description"]} if "description" in node else {})}
+            return {key: refer(value) for key, value in node.items()}
+        return [refer(item) for item in node] if isinstance(node, list) else node
+
+    return refer(schema)

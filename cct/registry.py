@@ -147,19 +147,30 @@ class Registry(Generic[C]):
         )
 
     def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Every registered component, so that an editor completes names and knobs."""
+        return {"axis": self.axis}  # becomes a reference: gates hold gates, so their schema cannot be written in place
+
+    def json_schema(self) -> dict[str, Any]:
+        """Every registered component by name, so that an editor completes names and knobs; other axes as `{"axis": name}`."""
         options: list[dict[str, Any]] = []
-        for name in self.names():
-            part = handler.resolve_ref_schema(handler(self._classes[name].__pydantic_core_schema__))
-            knobs = {key: value for key, value in part.get("properties", {}).items() if key != "use"}
-            required = part.get("required", [])
-            options.append({
-                "type": "object", "title": name, "description": self._classes[name].summary(), "additionalProperties": False,
-                "properties": {"use": {"const": name}, **knobs}, "required": ["use", *required],
-            })
+        for name, cls in sorted(self._classes.items()):
+            part = cls.model_json_schema()
+            defined = {key: value for key, value in part.pop("$defs", {}).items()}
+            required = part.pop("required", [])
+            part |= {"title": name, "description": cls.summary(), "required": ["use", *required]}
+            part["properties"] = {"use": {"const": name}, **part.get("properties", {})}
+            options.append(_inline(part, defined))
             if not required:
-                options.append({"const": name, "description": self._classes[name].summary()})
+                options.append({"const": name, "description": cls.summary()})
         return {"anyOf": options}
+
+
+def _inline(schema: Any, defined: dict[str, Any]) -> Any:
+    """The schema with its references to `defined` written out."""
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            return _inline(defined[schema["$ref"].rsplit("/", 1)[1]] | {k: v for k, v in schema.items() if k != "$ref"}, defined)
+        return {key: _inline(value, defined) for key, value in schema.items()}
+    return [_inline(item, defined) for item in schema] if isinstance(schema, list) else schema
 
 
 # --- plug-ins ---------------------------------------------------------------------------------
