@@ -37,13 +37,17 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     def add_set(command: argparse.ArgumentParser) -> None:
-        command.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change a key of the recipe; may be repeated")
+        command.add_argument(
+            "--set", action="append", default=[], metavar="a.b=c", help="change a key of the recipe; may be repeated"
+        )
 
     run = add("run", _run, "train a recipe, or go on with a run")
     run.add_argument("recipe", nargs="?", help="recipe file; with --resume the run's own unless given")
     add_set(run)
     run.add_argument("--resume", metavar="RUN", type=Path, help="go on from the newest checkpoint of this run folder")
-    run.add_argument("--runs", metavar="DIR", type=Path, default=Path("runs"), help="where run folders are made (default: runs)")
+    run.add_argument(
+        "--runs", metavar="DIR", type=Path, default=Path("runs"), help="where run folders are made (default: runs)"
+    )
     run.add_argument("--dry-run", action="store_true", help="validate and say what would run, without loading a model")
 
     check = add("check", _check, "validate recipes without loading a model")
@@ -79,10 +83,12 @@ def _run(arguments: argparse.Namespace) -> int:
         assert recipe or arguments.resume
         recipe = recipe or load_recipe(arguments.resume / "recipe.yaml", arguments.set)
         training = recipe.training
+        size = f"{training.prompts_per_iteration} x {training.responses_per_prompt} responses"
+        critic = recipe.critic.use if recipe.critic else "none"
         print(
-            f"{recipe.name}: {training.iterations} iterations of {training.prompts_per_iteration} x {training.responses_per_prompt} "
-            f"responses after {training.critic_warmup} of critic warm-up; critic {recipe.critic.use if recipe.critic else 'none'}, "
-            f"transport {recipe.transport.use}, geometry {recipe.geometry.use}; into {arguments.resume or arguments.runs / recipe.name}"
+            f"{recipe.name}: {training.iterations} iterations of {size}, after {training.critic_warmup} of critic warm-up; "
+            f"critic {critic}, transport {recipe.transport.use}, geometry {recipe.geometry.use}; "
+            f"into {arguments.resume or arguments.runs / recipe.name}"
         )
         return 0
     from rich.console import Console
@@ -123,7 +129,9 @@ def _check(arguments: argparse.Namespace) -> int:
     for path in arguments.recipe:
         try:
             recipe = _checked(path, arguments.set)
-            print(f"{path}: ok ({recipe.name}: {recipe.transport.use}, critic {recipe.critic.use if recipe.critic else 'none'})")
+            print(
+                f"{path}: ok ({recipe.name}: {recipe.transport.use}, critic {recipe.critic.use if recipe.critic else 'none'})"
+            )
         except RecipeError as error:
             problems += error.problems
     if problems:
@@ -138,7 +146,6 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    import cct.recipe  # registers everything
     from cct.registry import REGISTRIES, load_entry_points
 
     load_entry_points()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -22,7 +22,7 @@ from cct.critic import Critic, critics
 from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries
 from cct.policy import Generation, Policy, engines, policies
-from cct.registry import REGISTRIES, Component, Knobs, load_entry_points, load_plugin
+from cct.registry import REGISTRIES, Component, Knobs, Registry, load_entry_points, load_plugin
 from cct.task import Task, tasks
 from cct.transport import Transport, transports
 
@@ -60,9 +60,11 @@ class Training(Knobs):
     micro_batch_size: int | None = Field(None, ge=1)
     """Responses per forward and backward; divides minibatch_size. Null takes minibatch_size. Never changes the gradient."""
     learning_rate: float = Field(2e-4, gt=0, le=1)
-    """AdamW, actor."""
+    """AdamW, actor, at the first iteration."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the actor's learning rate goes from iteration to iteration: linear and cosine fall to a tenth at the last one."""
     critic_learning_rate: float = Field(1e-3, gt=0, le=1)
-    """AdamW, critic."""
+    """AdamW, critic; constant."""
     critic_epochs: int = Field(1, ge=1, le=100)
     """Passes of the critic update over a round's responses, on what the actor's behaviour forward left behind."""
     critic_warmup: int = Field(0, ge=0)
@@ -186,7 +188,9 @@ class Recipe(Knobs):
         if need == "groups":
             return f"{place} '{part.use}' compares responses to one prompt: set training.responses_per_prompt to 2 or more"
         able = [
-            f"{axis}: {name}" for axis, registry in REGISTRIES.items() for name in registry.names()
+            f"{axis}: {name}"
+            for axis, registry in REGISTRIES.items()
+            for name in registry.names()
             if need in registry[name].model_construct().provides
         ]
         what = f"provided by {', '.join(able)}" if able else "which no registered component provides"
@@ -217,8 +221,10 @@ class _Source:
                 return [merge(item, high[str(i)], (*path, str(i))) if str(i) in high else item for i, item in enumerate(low)]
             same = isinstance(high, Mapping) and isinstance(low, Mapping) and high.get("use", low.get("use")) == low.get("use")
             if same:
-                return {key: merge(low[key], high[key], (*path, key)) if key in low and key in high
-                        else high.get(key, low.get(key)) for key in [*low, *(k for k in high if k not in low)]}
+                return {
+                    key: merge(low[key], high[key], (*path, key)) if key in low and key in high else high.get(key, low.get(key))
+                    for key in [*low, *(k for k in high if k not in low)]
+                }
             for key in [key for key in marks if key[: len(path)] == path]:
                 del marks[key]
             return high
@@ -254,7 +260,9 @@ def _read_yaml(path: Path) -> _Source:
         at = f", line {line + 1}" if line is not None else ""
         raise RecipeError(f"{path}{at}: not YAML ({getattr(error, 'problem', None) or error})") from None
     if not isinstance(data, dict):
-        raise RecipeError(f"{path}: a recipe is a mapping of sections; found {'nothing' if data is None else type(data).__name__}")
+        raise RecipeError(
+            f"{path}: a recipe is a mapping of sections; found {'nothing' if data is None else type(data).__name__}"
+        )
     marks: dict[Key, str] = {}
 
     def walk(node: yaml.Node, keys: Key) -> None:
@@ -353,7 +361,8 @@ def _import_plugins(source: _Source) -> list[dict[str, Any]]:
             raise
         if plugin.sha256 and plugin.sha256 != digest:
             raise RecipeError(
-                f"{where}plug-in {plugin.path} has changed (SHA-256 {str(digest)[:12]}..., the recipe says {plugin.sha256[:12]}...); "
+                f"{where}plug-in {plugin.path} has changed (SHA-256 {str(digest)[:12]}..., "
+                f"the recipe says {plugin.sha256[:12]}...); "
                 "restore it, or remove `sha256` to take it as it is"
             )
         loaded.append({"path": plugin.path, "sha256": digest})
@@ -377,16 +386,22 @@ def _describe(problem: Any, source: _Source, path: Path) -> str:
 def _purpose(keys: Sequence[str | int], data: Any) -> str:
     """The docstring of the knob at a key path, where there is one."""
     knobs: Any = Recipe
-    description = ""
+    description, registry = "", None
     for key in keys:
-        data = data.get(key) if isinstance(data, dict) else data[key] if isinstance(data, list) and isinstance(key, int) else None
-        field = knobs.model_fields.get(key) if isinstance(knobs, type) and issubclass(knobs, Knobs) else None
-        if field is not None:
-            description = field.description or ""
-            knobs = field.annotation
+        try:
+            data = data[key]
+        except (KeyError, IndexError, TypeError):
+            data = None
+        if isinstance(key, str):  # an index stays within its list's axis
+            field = knobs.model_fields.get(key) if isinstance(knobs, type) and issubclass(knobs, Knobs) else None
+            if field is None:
+                return ""
+            description, knobs = field.description or "", field.annotation
+            annotations = [*field.metadata, *(note for item in get_args(field.annotation) for note in get_args(item))]
+            registry = next((note for note in annotations if isinstance(note, Registry)), None)
         name = data.get("use") if isinstance(data, dict) else data
-        classes = [registry[name] for registry in REGISTRIES.values() if name in registry.names()] if isinstance(name, str) else []
-        knobs = classes[0] if classes else knobs
+        if registry is not None and name in registry.names():
+            knobs = registry[name]
     return description
 
 
@@ -406,7 +421,10 @@ def json_schema() -> dict[str, Any]:
     def refer(node: Any) -> Any:
         if isinstance(node, dict):
             if isinstance(node.get("axis"), str):
-                return {"$ref": f"#/$defs/{node['axis']}", **({"description": node["description"]} if "description" in node else {})}
+                return {
+                    "$ref": f"#/$defs/{node['axis']}",
+                    **({"description": node["description"]} if "description" in node else {}),
+                }
             return {key: refer(value) for key, value in node.items()}
         return [refer(item) for item in node] if isinstance(node, list) else node
 

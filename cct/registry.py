@@ -23,7 +23,15 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
 
@@ -37,11 +45,19 @@ class Knobs(BaseModel):
     def _know_every_key(cls, data: Any) -> Any:
         unknown = [key for key in data if key not in cls.model_fields] if isinstance(data, dict) else []
         if unknown:
-            raise ValidationError.from_exception_data(cls.__name__, [
-                {"type": PydanticCustomError("unknown_key", "{message}", {"message": _did_you_mean("key", str(key), cls.model_fields)}),
-                 "loc": (key,), "input": data[key]}
-                for key in unknown
-            ])
+            raise ValidationError.from_exception_data(
+                cls.__name__,
+                [
+                    {
+                        "type": PydanticCustomError(
+                            "unknown_key", "{message}", {"message": _did_you_mean("key", str(key), cls.model_fields)}
+                        ),
+                        "loc": (key,),
+                        "input": data[key],
+                    }
+                    for key in unknown
+                ],
+            )
         return data
 
 
@@ -132,7 +148,8 @@ class Registry(Generic[C]):
         knobs = {"use": value} if isinstance(value, str) else value
         if not isinstance(knobs, dict) or not isinstance(knobs.get("use"), str):
             raise PydanticCustomError(
-                "component", "expected a name or a mapping with the key 'use'; there are: {names}",
+                "component",
+                "expected a name or a mapping with the key 'use'; there are: {names}",
                 {"names": ", ".join(self.names())},
             )
         try:
@@ -143,7 +160,8 @@ class Registry(Generic[C]):
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(
-            self._read, serialization=core_schema.plain_serializer_function_ser_schema(lambda part: part.model_dump(mode="json"))
+            self._read,
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda part: part.model_dump(mode="json")),
         )
 
     def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -168,7 +186,9 @@ def _inline(schema: Any, defined: dict[str, Any]) -> Any:
     """The schema with its references to `defined` written out."""
     if isinstance(schema, dict):
         if "$ref" in schema:
-            return _inline(defined[schema["$ref"].rsplit("/", 1)[1]] | {k: v for k, v in schema.items() if k != "$ref"}, defined)
+            return _inline(
+                defined[schema["$ref"].rsplit("/", 1)[1]] | {k: v for k, v in schema.items() if k != "$ref"}, defined
+            )
         return {key: _inline(value, defined) for key, value in schema.items()}
     return [_inline(item, defined) for item in schema] if isinstance(schema, list) else schema
 

@@ -64,7 +64,8 @@ def rollout(rewards: list[float], length: int = 4) -> Rollout:
     reward, mask = torch.zeros(rows, length), torch.ones(rows, length, dtype=torch.bool)
     reward[:, -1] = torch.tensor(rewards)
     ids = torch.zeros(rows, length + 1, dtype=torch.long)
-    return Rollout(ids, torch.ones_like(ids), mask, reward, torch.zeros(rows, dtype=torch.long), ~mask[:, 0], torch.zeros(rows, length))
+    groups = torch.zeros(rows, dtype=torch.long)
+    return Rollout(ids, torch.ones_like(ids), mask, reward, groups, ~mask[:, 0], torch.zeros(rows, length))
 
 
 def transport():

@@ -80,7 +80,7 @@ class TransportAlignedTower(Tower):
         concentration = [trace.concentration[layer].transpose(1, 2) for layer in sorted(set(self.reads_concentration))]
         features = torch.cat([*emitted, *concentration], 2)
         hidden = trace.attention_mask == 0
-        x: Tensor | float = 0.0
+        x = features.new_zeros(())
         for block, layer in zip(self.blocks, self.ladder, strict=True):
             x = block(x, trace.hidden_states[layer].float(), features, trace.attention.get(layer - 1), hidden)
         return self.out(self.norm(x)).squeeze(2).float()
@@ -108,7 +108,7 @@ class Block(nn.Module):
             self.memory_out = nn.Linear(memory, width, bias=False)
         self.think = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
-    def forward(self, x: Tensor | float, state: Tensor, features: Tensor, attention: Attention | None, hidden: Tensor) -> Tensor:
+    def forward(self, x: Tensor, state: Tensor, features: Tensor, attention: Attention | None, hidden: Tensor) -> Tensor:
         state = self.read_norm(state).masked_fill(hidden.unsqueeze(2), 0.0)
         before = F.pad(state[:, :-1], (0, 0, 1, 0))  # the state that emitted the token at this position
         x = x + self.read(torch.cat([state, before, features.masked_fill(hidden.unsqueeze(2), 0.0)], 2))
@@ -116,8 +116,13 @@ class Block(nn.Module):
             batch, length, _ = x.shape
             value = self.mix_value(self.mix_norm(x)).view(batch, length, self.kv_heads, -1).transpose(1, 2)
             mixed = F.scaled_dot_product_attention(
-                attention.query.float(), attention.key.float(), value, attn_mask=attention.mask,
-                is_causal=attention.mask is None, scale=attention.scaling, enable_gqa=self.grouped,
+                attention.query.float(),
+                attention.key.float(),
+                value,
+                attn_mask=attention.mask,
+                is_causal=attention.mask is None,
+                scale=attention.scaling,
+                enable_gqa=self.grouped,
             )
             x = x + self.mix_out(mixed.transpose(1, 2).reshape(batch, length, -1).masked_fill(hidden.unsqueeze(2), 0.0))
         x = x + self.think(x)

@@ -1,6 +1,6 @@
 """Evidence: what tells success."""
 
-from .base import Evidence, evidences
 from . import exact_match  # noqa: F401  (registration)
+from .base import Evidence, evidences
 
 __all__ = ["Evidence", "evidences"]

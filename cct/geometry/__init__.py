@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .base import Geometry, geometries
 from . import ppo_clip  # noqa: F401  (registration)
+from .base import Geometry, geometries
 
 if TYPE_CHECKING:
     from .functional import aggregate, aggregation_weights, kl_estimate, ppo_clip_loss

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import models  # noqa: F401  (registration)
 from .base import Policy, WarmStart, policies
 from .generation import Generation, engines
-from . import models  # noqa: F401  (registration)
 
 if TYPE_CHECKING:
     from .agent import Agent

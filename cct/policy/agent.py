@@ -60,31 +60,41 @@ class Agent(nn.Module):
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
         with tap(self.actor, layers) as opened:
             output = self.actor(
-                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False,
-                output_hidden_states=critic is not None and bool(critic.reads_hidden), logits_to_keep=width + 1,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                use_cache=False,
+                output_hidden_states=critic is not None and bool(critic.reads_hidden),
+                logits_to_keep=width + 1,
             )
         distribution = (output.logits[:, :-1].float() / self.temperature).log_softmax(-1)
         logprobs = distribution.gather(2, input_ids[:, -width:].unsqueeze(2)).squeeze(2)
         with torch.no_grad():
             entropy = -(distribution.exp() * distribution).sum(2)
             stats = {
-                name: torch.stack([self._concentration(opened.attention[layer], what).mean(1) for layer in indices]).mean(0)[:, -width - 1 : -1]
+                name: torch.stack([self._concentration(opened.attention[layer], what).mean(1) for layer in indices]).mean(0)[
+                    :, -width - 1 : -1
+                ]
                 for name, (what, indices) in wanted.items()
             }
         if critic is None:
             return Reading(logprobs, entropy, stats=stats)
         to_left = (input_ids.shape[1] - width, 0)
         trace = Trace(
-            input_ids, attention_mask,
+            input_ids,
+            attention_mask,
             hidden_states={layer: output.hidden_states[layer].detach() for layer in critic.reads_hidden},
             attention={layer: opened.attention[layer] for layer in critic.reads_attention},
-            token_logprobs=nn.functional.pad(logprobs.detach(), to_left), entropy=nn.functional.pad(entropy, to_left),
-            concentration={layer: self._concentration(opened.attention[layer], PER_HEAD) for layer in critic.reads_concentration},
+            token_logprobs=nn.functional.pad(logprobs.detach(), to_left),
+            entropy=nn.functional.pad(entropy, to_left),
+            concentration={
+                layer: self._concentration(opened.attention[layer], PER_HEAD) for layer in critic.reads_concentration
+            },
         )
         return Reading(logprobs, entropy, self.values(trace, width)[1], stats, trace)
 
     def values(self, trace: Trace, width: int) -> tuple[Tensor, Tensor]:
-        """The critic's raw outputs and values on a trace, [B, width + 1]; index t is read before token t, the last after all."""
+        """The critic's raw outputs and values on a trace, [B, width + 1]; index t is read before token t."""
         assert self.critic is not None
         raw = self.critic(trace)[:, -width - 1 :]
         return raw, self.critic.head.value(raw)
@@ -92,6 +102,10 @@ class Agent(nn.Module):
     @staticmethod
     def _concentration(attention: Attention, what: Concentration) -> Tensor:
         return attention_concentration(
-            attention.query, attention.key, mask=attention.mask, scaling=attention.scaling,
-            statistic=what.statistic, sinks=what.sinks,
+            attention.query,
+            attention.key,
+            mask=attention.mask,
+            scaling=attention.scaling,
+            statistic=what.statistic,
+            sinks=what.sinks,
         )

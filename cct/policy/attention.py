@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -114,9 +114,12 @@ AttentionInterface.register("cct", _attention)
 AttentionMaskInterface.register("cct", sdpa_mask)
 
 
-def _attention_modules(model: nn.Module) -> list[nn.Module]:
+def _attention_modules(model: nn.Module) -> list[Any]:
     """Modules that call the attention interface, one per layer."""
-    found = {m.layer_idx: m for m in model.modules() if isinstance(getattr(m, "layer_idx", None), int) and hasattr(m, "q_proj")}
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "q_proj"):
+            found[module.layer_idx] = module  # type: ignore[index]
     return [found[index] for index in sorted(found)]
 
 

@@ -36,7 +36,13 @@ class Generation(Component):
     """Sequences decoded at once."""
 
     def generate(
-        self, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], *, seed: int, greedy: bool = False
+        self,
+        actor: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seed: int,
+        greedy: bool = False,
     ) -> list[Completion]:
         """One completion per prompt (token ids), reproducible from `seed`; greedy ignores temperature and seed."""
         raise NotImplementedError
@@ -54,7 +60,9 @@ class Transformers(Generation):
         from transformers import GenerationConfig
 
         end, pad, device = tokenizer.eos_token_id, tokenizer.pad_token_id, actor.device
-        sampling = {"do_sample": False} if greedy else {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        sampling = (
+            {"do_sample": False} if greedy else {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+        )
         config = GenerationConfig(max_new_tokens=self.max_new_tokens, eos_token_id=end, pad_token_id=pad, **sampling)
         training = actor.training
         actor.eval()

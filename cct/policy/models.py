@@ -46,10 +46,17 @@ class Scratch(Policy):
         from transformers import Qwen3Config
 
         return Qwen3Config(
-            vocab_size=len(self._characters(alphabet)) + 3, hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size, num_hidden_layers=self.layers, num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads, head_dim=self.hidden_size // self.heads,
-            max_position_embeddings=self.max_length, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1,
+            vocab_size=len(self._characters(alphabet)) + 3,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.hidden_size // self.heads,
+            max_position_embeddings=self.max_length,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            eos_token_id=1,
             bos_token_id=None,
         )
 
@@ -71,7 +78,11 @@ class Scratch(Policy):
         core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         core.decoder = decoders.Fuse()
         tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=core, pad_token=PAD, eos_token=END, unk_token=UNKNOWN, padding_side="left",
+            tokenizer_object=core,
+            pad_token=PAD,
+            eos_token=END,
+            unk_token=UNKNOWN,
+            padding_side="left",
             clean_up_tokenization_spaces=False,
         )
         with torch.random.fork_rng(devices=[]):

@@ -32,7 +32,9 @@ def cache_folder() -> Path:
 def warm_start_key(policy: Policy, task: Task, seed: int) -> str:
     """Hash of the knobs, the seed, and the code that demonstrates and trains."""
     content = {
-        "policy": policy.model_dump(mode="json"), "task": task.model_dump(mode="json"), "seed": seed,
+        "policy": policy.model_dump(mode="json"),
+        "task": task.model_dump(mode="json"),
+        "seed": seed,
         "code": [inspect.getsource(inspect.getmodule(part)) for part in (type(task), type(policy), warm_start)],  # type: ignore[arg-type]
         "versions": [torch.__version__, transformers.__version__],
     }
@@ -83,7 +85,9 @@ def _supervise(model, tokenizer, task: Task, knobs: WarmStart, seed: int, report
             labels.append([-100] * len(p) + r)
         width = max(map(len, ids))
         batch = {
-            "input_ids": torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids], device=model.device),
+            "input_ids": torch.tensor(
+                [row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids], device=model.device
+            ),
             "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids], device=model.device),
             "labels": torch.tensor([row + [-100] * (width - len(row)) for row in labels], device=model.device),
         }

@@ -34,9 +34,11 @@ class ChainArithmetic(Task):
     """Problems kept for evaluation and never trained on."""
 
     def _problem(self, rng: random.Random) -> str:
-        return str(rng.randrange(10)) + "".join(
-            rng.choice(self.operators) + str(rng.randrange(10)) for _ in range(self.steps)
-        ) + "="
+        return (
+            str(rng.randrange(10))
+            + "".join(rng.choice(self.operators) + str(rng.randrange(10)) for _ in range(self.steps))
+            + "="
+        )
 
     def solve(self, problem: str, rng: random.Random | None = None) -> str:
         """The worked answer; with `rng`, the noisy expert's."""
@@ -50,7 +52,8 @@ class ChainArithmetic(Task):
         return ";".join(worked) + f"#{value}"
 
     def held_out(self) -> list[Prompt]:
-        rng, problems = random.Random("chain_arithmetic held out"), {}
+        rng = random.Random("chain_arithmetic held out")
+        problems: dict[str, None] = {}
         space = 10 * (10 * len(set(self.operators))) ** self.steps
         while len(problems) < min(self.held_out_size, space // 2):
             problems.setdefault(self._problem(rng))

@@ -43,7 +43,9 @@ class JsonLines(Task):
             missing = [key for key in (self.prompt_field, self.answer_field) if not isinstance(row, dict) or key not in row]
             if missing:
                 found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                raise ValueError(f"{path}:{number}: no field '{missing[0]}' (found: {found}); set task.prompt_field / task.answer_field")
+                raise ValueError(
+                    f"{path}:{number}: no field '{missing[0]}' (found: {found}); set task.prompt_field / task.answer_field"
+                )
             rows.append(Prompt(str(row[self.prompt_field]), str(row[self.answer_field]), row))
         if not rows:
             raise ValueError(f"{path} holds no problem")
@@ -54,11 +56,14 @@ class JsonLines(Task):
         train, held_out = self._read(self.path), self._read(self.held_out_path)[: self.held_out_limit]
         shared = {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
         if shared:
-            raise ValueError(f"{len(shared)} prompts stand both in {self.path} and in {self.held_out_path}, e.g. {min(shared)!r}")
+            raise ValueError(
+                f"{len(shared)} prompts stand both in {self.path} and in {self.held_out_path}, e.g. {min(shared)!r}"
+            )
         return train, held_out
 
     def prompts(self, seed: int, start: int, count: int) -> list[Prompt]:
-        train, drawn = self._splits[0], []
+        train = self._splits[0]
+        drawn: list[Prompt] = []
         for index in range(start, start + count):
             epoch, offset = divmod(index, len(train))
             if not drawn or offset == 0:

@@ -70,18 +70,18 @@ class Recorder(Callback):
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, CreditModule)
         iteration, data = module.iteration, trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, RolloutData) and data.current is not None
+        assert isinstance(data, RolloutData)
+        ended = data.finish(iteration)
         seconds = time.perf_counter() - self.started
-        metrics = data.current.metrics | module.update_metrics()
+        metrics = ended.metrics | module.update_metrics()
         metrics |= {"time/iteration": seconds, "train/tokens_per_second": metrics["train/tokens"] / seconds}
         last = iteration == self.recipe.training.iterations
         if iteration > 0 and (last or iteration % self.recipe.evaluation.every == 0):
             metrics |= self._evaluate(module)
         self._log(trainer, metrics, iteration)
         with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-            for sample in data.current.samples:
+            for sample in ended.samples:
                 file.write(json.dumps({"iteration": iteration, **asdict(sample)}, ensure_ascii=False) + "\n")
-        data.current = None
         if last or (iteration > 0 and iteration % self.recipe.training.checkpoint_every == 0):
             trainer.save_checkpoint(self.folder / "checkpoints" / f"{iteration:06d}.ckpt")
             for old in checkpoints(self.folder)[:-KEEP_CHECKPOINTS]:
@@ -107,7 +107,11 @@ class Display:
         self.recipe, self.console = recipe, console
         self.state: dict[str, Any] = {"stage": "load", "iteration": "-"}
         self.history: list[tuple[int, dict[str, float]]] = []
-        self.live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self.live = (
+            Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+            if console.is_terminal
+            else None
+        )
 
     def __enter__(self) -> Display:
         if self.live:
@@ -137,7 +141,8 @@ class Display:
         if times:
             left = (training.iterations - iteration) * sum(times[-5:]) / len(times[-5:])
             self.state |= {
-                "tokens/s": f"{metrics['train/tokens_per_second']:,.0f}", "reward": f"{metrics['train/reward']:.3f}",
+                "tokens/s": f"{metrics['train/tokens_per_second']:,.0f}",
+                "reward": f"{metrics['train/reward']:.3f}",
                 "time left": f"{int(left // 60)}:{int(left % 60):02d}",
             }
         if "critic/explained_variance" in metrics:
@@ -147,8 +152,11 @@ class Display:
             self.state["held-out accuracy"] = f"{accuracy:.3f}"
         if not self.live or "eval/accuracy" in metrics:
             kind = "critic warm-up" if iteration <= 0 and times else "iteration"
-            self.say(f"{kind} {'  '.join(f'{k} {v}' for k, v in self.state.items() if k not in ('stage', 'iteration'))}".replace(
-                kind, f"{kind} {iteration}", 1))
+            self.say(
+                f"{kind} {'  '.join(f'{k} {v}' for k, v in self.state.items() if k not in ('stage', 'iteration'))}".replace(
+                    kind, f"{kind} {iteration}", 1
+                )
+            )
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 2))

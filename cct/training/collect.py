@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cct.evidence import Evidence
 from cct.geometry.functional import aggregation_weights
-from cct.policy.agent import Agent, Reading
+from cct.policy.agent import Agent
 from cct.recipe import Recipe
 from cct.rollout import Credit, Prompt, Response, Rollout, Trace, derive_seed
 from cct.transport.functional import explained_variance, gated_gae, masked_mean_std
@@ -83,9 +83,15 @@ def judge(
         for part in evidence:
             try:
                 verdict = part(prompt, response)
-                per_token = [0.0] * (len(row) - 1) + [float(verdict)] if isinstance(verdict, int | float) else [float(x) for x in verdict]
+                per_token = (
+                    [0.0] * (len(row) - 1) + [float(verdict)]
+                    if isinstance(verdict, int | float)
+                    else [float(x) for x in verdict]
+                )
                 if len(per_token) != len(row) or not all(map(math.isfinite, per_token)):
-                    raise ValueError(f"returned {verdict!r} for {len(row)} tokens: expected a finite number, or one for each token")
+                    raise ValueError(
+                        f"returned {verdict!r} for {len(row)} tokens: expected a finite number, or one for each token"
+                    )
             except Exception as error:
                 if part.on_error == "fail":
                     raise TrainingStopped(
@@ -105,14 +111,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> lis
     return [tokenizer(prompt.text)["input_ids"] for prompt in prompts]
 
 
-def respond(recipe: Recipe, actor: PreTrainedModel, tokenizer, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False) -> list[Response]:
+def respond(
+    recipe: Recipe, actor: PreTrainedModel, tokenizer, prompts: Sequence[Prompt], *, seed: int, greedy: bool = False
+) -> list[Response]:
     """One response per prompt from the recipe's engine."""
     completions = recipe.generation.generate(actor, tokenizer, encode(tokenizer, prompts), seed=seed, greedy=greedy)
     return [Response(tokenizer.decode(c.tokens, skip_special_tokens=True), c.tokens, c.finished) for c in completions]
 
 
 def evaluate(recipe: Recipe, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-    """Greedy decoding of the held-out prompts: `eval/accuracy` is the first evidence's mean, `eval/reward` the weighted sum's."""
+    """Greedy decoding of the held-out prompts; `eval/accuracy` is the first evidence's mean, `eval/reward` the sum's."""
     prompts = recipe.task.held_out()
     responses = respond(recipe, actor, tokenizer, prompts, seed=0, greedy=True)
     first = recipe.evidence[0].model_copy(update={"weight": 1.0})
@@ -152,8 +160,12 @@ class Collector:
         # Rows in random order from here on: the behaviour forward's chunks are the minibatches.
         order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed("order"))).tolist()
         rollout = self._tensors(
-            [prompts[i] for i in order], [responses[i] for i in order], [rewards[i] for i in order], [keep[i] for i in order],
-            [i // training.responses_per_prompt for i in order], seed("transport"),
+            [prompts[i] for i in order],
+            [responses[i] for i in order],
+            [rewards[i] for i in order],
+            [keep[i] for i in order],
+            [i // training.responses_per_prompt for i in order],
+            seed("transport"),
         )
         rollout, traces = self._read(rollout)
         read = time.perf_counter()
@@ -162,10 +174,11 @@ class Collector:
         self._check(rollout, credit, iteration)
         updates = self._updates(rollout, credit, traces, iteration, seed("minibatches"))
         metrics = self._metrics(rollout, credit)
-        self._update_moments(rollout)
         metrics |= {f"evidence/errors/{name}": float(count) for name, count in errors.items()}
         metrics |= {
-            "time/generate": generated - started, "time/evidence": judged - generated, "time/behaviour": read - judged,
+            "time/generate": generated - started,
+            "time/evidence": judged - generated,
+            "time/behaviour": read - judged,
             "time/transport": time.perf_counter() - read,
         }
         per_response = (credit.advantages.sum(1) / rollout.mask.sum(1).clamp(min=1)).tolist()
@@ -193,9 +206,15 @@ class Collector:
             reward[row, :n] = torch.tensor(rewards[row])
         mask = attention_mask[:, left:].bool() & torch.tensor(keep).unsqueeze(1)
         return Rollout(
-            input_ids.to(device), attention_mask.to(device), mask.to(device), reward.to(device), torch.tensor(groups, device=device),
-            torch.tensor([not r.finished for r in responses], device=device), reward.new_zeros(reward.shape).to(device),
-            moments=dict(self.moments), seed=seed,
+            input_ids.to(device),
+            attention_mask.to(device),
+            mask.to(device),
+            reward.to(device),
+            torch.tensor(groups, device=device),
+            torch.tensor([not r.finished for r in responses], device=device),
+            reward.new_zeros(reward.shape).to(device),
+            moments=dict(self.moments),
+            seed=seed,
         )
 
     @torch.no_grad()
@@ -204,13 +223,16 @@ class Collector:
         width, readings, reference = rollout.mask.shape[1], [], []
         rows = self.recipe.training.rows_per_forward
         for ids, attention_mask in zip(rollout.input_ids.split(rows), rollout.attention_mask.split(rows), strict=True):
-            readings.append(self.agent(ids, attention_mask, width, statistics=self.recipe.transport.statistics, with_critic=True))
+            readings.append(
+                self.agent(ids, attention_mask, width, statistics=self.recipe.transport.statistics, with_critic=True)
+            )
             if self.reference is not None:
                 reference.append(self.reference(ids, attention_mask, width).logprobs)
         join = lambda get: torch.cat([get(r) for r in readings])  # noqa: E731
         stats = {name: join(lambda r, name=name: r.stats[name]) for name in readings[0].stats}
         read = rollout.replace(
-            logprobs=join(lambda r: r.logprobs), stats={**stats, "entropy": join(lambda r: r.entropy)},
+            logprobs=join(lambda r: r.logprobs),
+            stats={**stats, "entropy": join(lambda r: r.entropy)},
             reference_logprobs=torch.cat(reference) if reference else None,
         )
         if self.agent.critic is not None:
@@ -220,20 +242,18 @@ class Collector:
         return read, [r.trace for r in readings if r.trace is not None]
 
     def _check(self, rollout: Rollout, credit: Credit, iteration: int) -> None:
-        where = f"in iteration {iteration}"
+        where, transport = f"in iteration {iteration}", f"transport '{self.recipe.transport.use}'"
         if credit.advantages.shape != rollout.mask.shape:
-            raise TrainingStopped(
-                f"transport '{self.recipe.transport.use}' returned advantages of shape {tuple(credit.advantages.shape)} {where}; "
-                f"expected {tuple(rollout.mask.shape)}"
-            )
+            found, expected = tuple(credit.advantages.shape), tuple(rollout.mask.shape)
+            raise TrainingStopped(f"{transport} returned advantages of shape {found} {where}; expected {expected}")
         if self.agent.critic is not None and credit.value_targets is None:
-            raise TrainingStopped(f"transport '{self.recipe.transport.use}' gives no value targets, so the critic cannot learn; set `critic: null`")
-        checks = {
-            "policy (log-probabilities)": rollout.logprobs, f"critic '{self.recipe.critic.use}' (values)" if self.recipe.critic else "": rollout.values,
-            f"transport '{self.recipe.transport.use}' (advantages)": credit.advantages,
-            f"transport '{self.recipe.transport.use}' (value targets)": credit.value_targets,
-        }
-        for name, tensor in checks.items():
+            raise TrainingStopped(f"{transport} gives no value targets, so the critic cannot learn; set `critic: null`")
+        for name, tensor in {
+            "policy (log-probabilities)": rollout.logprobs,
+            f"critic '{self.recipe.critic.use if self.recipe.critic else ''}' (values)": rollout.values,
+            f"{transport} (advantages)": credit.advantages,
+            f"{transport} (value targets)": credit.value_targets,
+        }.items():
             if tensor is not None and not bool(tensor.masked_fill(~rollout.mask, 0.0).isfinite().all()):
                 raise TrainingStopped(f"NaN or infinity from {name} {where}")
 
@@ -248,8 +268,16 @@ class Collector:
             rows = slice(index * training.rows_per_forward, (index + 1) * training.rows_per_forward)
             take = lambda x: None if x is None else x[rows]  # noqa: E731
             return Minibatch(
-                rollout.input_ids[rows], rollout.attention_mask[rows], rollout.mask[rows], loss_weights[rows], token_weights[rows],
-                credit.advantages[rows], rollout.logprobs[rows], take(rollout.reference_logprobs), take(credit.value_targets), trace,
+                rollout.input_ids[rows],
+                rollout.attention_mask[rows],
+                rollout.mask[rows],
+                loss_weights[rows],
+                token_weights[rows],
+                credit.advantages[rows],
+                rollout.logprobs[rows],
+                take(rollout.reference_logprobs),
+                take(credit.value_targets),
+                trace,
             )
 
         each = training.minibatch_size // training.rows_per_forward
@@ -266,10 +294,13 @@ class Collector:
         kept = rollout.valid
         metrics = {
             "train/reward": float(rollout.scores[kept].mean()) if bool(kept.any()) else 0.0,
-            "train/length": float(tokens.mean()), "train/tokens": float(tokens.sum()),
-            "train/truncated": float(rollout.truncated.float().mean()), "train/dropped": float((~kept).float().mean()),
+            "train/length": float(tokens.mean()),
+            "train/tokens": float(tokens.sum()),
+            "train/truncated": float(rollout.truncated.float().mean()),
+            "train/dropped": float((~kept).float().mean()),
             "train/entropy": mean(rollout.stats["entropy"]),
-            "advantage/mean": mean(credit.advantages), "advantage/std": float(masked_mean_std(credit.advantages, mask)[1]),
+            "advantage/mean": mean(credit.advantages),
+            "advantage/std": float(masked_mean_std(credit.advantages, mask)[1]),
         }
         if credit.gate is not None:
             gate_mean, gate_std = masked_mean_std(credit.gate, mask)
@@ -283,7 +314,8 @@ class Collector:
             }
         return metrics
 
-    def _update_moments(self, rollout: Rollout) -> None:
+    def update_moments(self, rollout: Rollout) -> None:
+        """Let an iteration that is over count in the running moments of later ones."""
         for name in self.recipe.transport.statistics:
             new = tuple(float(x) for x in masked_mean_std(rollout.stats[name], rollout.mask))
             old = self.moments.get(name, new)

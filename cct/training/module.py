@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from typing import Any
@@ -14,6 +15,8 @@ from cct.policy.agent import Agent
 from cct.recipe import Recipe
 
 from .collect import Collector, Iteration, Minibatch, TrainingStopped
+
+FINAL_LEARNING_RATE = 0.1  # share of the actor's learning rate that linear and cosine schedules end with
 
 
 def iteration_of(recipe: Recipe, epoch: int) -> int:
@@ -28,17 +31,30 @@ class RolloutData(LightningDataModule):
         super().__init__()
         self.recipe, self.collector = recipe, collector
         self.current: Iteration | None = None
+        self.done: int | None = None
 
     def train_dataloader(self) -> DataLoader:
+        """Collects at most once an iteration, however often Lightning asks."""
         assert self.trainer is not None
-        self.current = self.collector.collect(iteration_of(self.recipe, self.trainer.current_epoch))
+        iteration = iteration_of(self.recipe, self.trainer.current_epoch)
+        if self.done is not None and iteration <= self.done:  # on resuming, Lightning asks for the epoch that has ended
+            return DataLoader([None], batch_size=None)  # type: ignore[arg-type]
+        if self.current is None:
+            self.current = self.collector.collect(iteration)
         return DataLoader(self.current.updates, batch_size=None, shuffle=False)  # type: ignore[arg-type]
 
+    def finish(self, iteration: int) -> Iteration:
+        """The iteration is over: its statistics join the running moments; hands it out a last time."""
+        assert self.current is not None
+        ended, self.current, self.done = self.current, None, iteration
+        self.collector.update_moments(ended.rollout)
+        return ended
+
     def state_dict(self) -> dict[str, Any]:
-        return {"moments": self.collector.moments}
+        return {"moments": self.collector.moments, "done": self.done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.collector.moments = state_dict["moments"]
+        self.collector.moments, self.done = state_dict["moments"], state_dict["done"]
 
 
 class CreditModule(LightningModule):
@@ -54,12 +70,24 @@ class CreditModule(LightningModule):
     def iteration(self) -> int:
         return iteration_of(self.recipe, self.current_epoch)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> dict[str, Any]:
         training = self.recipe.training
         groups = [{"params": list(self.agent.actor.parameters()), "lr": training.learning_rate, "name": "actor"}]
         if self.agent.critic is not None:
-            groups.append({"params": list(self.agent.critic.parameters()), "lr": training.critic_learning_rate, "name": "critic"})
-        return torch.optim.AdamW(groups, weight_decay=training.weight_decay)
+            groups.append(
+                {"params": list(self.agent.critic.parameters()), "lr": training.critic_learning_rate, "name": "critic"}
+            )
+        optimizer = torch.optim.AdamW(groups, weight_decay=training.weight_decay)
+
+        def actor(epoch: int) -> float:
+            done = max(0, iteration_of(self.recipe, epoch) - 1) / max(1, training.iterations - 1)
+            shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * min(1.0, done)))}[
+                training.schedule
+            ]
+            return FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * max(0.0, shape)
+
+        paces = [actor, lambda epoch: 1.0][: len(groups)]
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, paces)}
 
     def on_train_epoch_start(self) -> None:
         self.sums.clear()
@@ -67,10 +95,17 @@ class CreditModule(LightningModule):
 
     def training_step(self, batch: Minibatch, batch_index: int) -> torch.Tensor:
         loss = self._critic_loss(batch) if batch.trace is not None else self._policy_loss(batch)
-        return loss * self.trainer.accumulate_grad_batches  # the weights already divide by the whole minibatch; Lightning divides again
+        return (
+            loss * self.trainer.accumulate_grad_batches
+        )  # the weights already divide by the whole minibatch; Lightning divides again
 
     def _critic_loss(self, batch: Minibatch) -> torch.Tensor:
-        assert batch.trace is not None and batch.value_targets is not None and self.recipe.critic is not None and self.agent.critic is not None
+        assert (
+            batch.trace is not None
+            and batch.value_targets is not None
+            and self.recipe.critic is not None
+            and self.agent.critic is not None
+        )
         raw = self.agent.values(batch.trace, batch.mask.shape[1])[0][:, :-1]
         per_token = self.agent.critic.head.loss(raw.masked_fill(~batch.mask, 0.0), batch.value_targets)
         loss = (batch.token_weights * per_token).sum()

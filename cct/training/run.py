@@ -74,13 +74,21 @@ def train(recipe: Recipe, folder: Path, *, console: Console, checkpoint: Path | 
         trainer = Trainer(
             max_epochs=recipe.training.critic_warmup + recipe.training.iterations,
             accumulate_grad_batches=recipe.training.minibatch_size // recipe.training.rows_per_forward,
-            reload_dataloaders_every_n_epochs=1, use_distributed_sampler=False, strategy=recipe.training.strategy,
-            devices=recipe.training.devices, logger=[JsonLinesLogger(folder / "metrics.jsonl"), _logger(recipe, folder, first)],
-            callbacks=[Recorder(recipe, folder, tokenizer, display)], default_root_dir=folder, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            reload_dataloaders_every_n_epochs=1,
+            use_distributed_sampler=False,
+            strategy=recipe.training.strategy,
+            devices=recipe.training.devices,
+            logger=[JsonLinesLogger(folder / "metrics.jsonl"), _logger(recipe, folder, first)],
+            callbacks=[Recorder(recipe, folder, tokenizer, display)],
+            default_root_dir=folder,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
         )
         try:
-            trainer.fit(CreditModule(recipe, agent), datamodule=RolloutData(recipe, collector), ckpt_path=checkpoint, weights_only=False)
+            trainer.fit(
+                CreditModule(recipe, agent), datamodule=RolloutData(recipe, collector), ckpt_path=checkpoint, weights_only=False
+            )
         finally:
             saved = checkpoints(folder)
             if saved and int(saved[-1].stem) < recipe.training.iterations:
@@ -114,7 +122,11 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
         console.print(f"resuming with {change}", highlight=False)
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (folder / name).is_file():
-            kept = [line for line in (folder / name).read_text(encoding="utf-8").splitlines() if json.loads(line)["iteration"] <= reached]
+            kept = [
+                line
+                for line in (folder / name).read_text(encoding="utf-8").splitlines()
+                if json.loads(line)["iteration"] <= reached
+            ]
             (folder / name).write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     return train(recipe, folder, console=console, checkpoint=saved[-1])
 
@@ -124,7 +136,9 @@ def evaluate_run(folder: Path) -> dict[str, float]:
     _quiet()
     if not (folder / "policy").is_dir():
         raise RecipeError(f"{folder}: no exported policy (policy/); the run has not ended yet")
-    recipe = load_recipe(folder / "recipe.yaml", [f"policy={{use: pretrained, path: {json.dumps(str((folder / 'policy').resolve()))}}}"])
+    recipe = load_recipe(
+        folder / "recipe.yaml", [f"policy={{use: pretrained, path: {json.dumps(str((folder / 'policy').resolve()))}}}"]
+    )
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
     return evaluate(recipe, actor, tokenizer)
 
@@ -140,12 +154,21 @@ def closing_table(folder: Path, seconds: float) -> Table:
     for column in ("", "first", "last", "mean"):
         table.add_column(column, justify="left" if not column else "right")
     for name in (
-        "eval/accuracy", "train/reward", "train/length", "critic/explained_variance", "gate/mean", "policy/clip_fraction",
-        "policy/approx_kl", "train/tokens_per_second",
+        "eval/accuracy",
+        "train/reward",
+        "train/length",
+        "critic/explained_variance",
+        "gate/mean",
+        "policy/clip_fraction",
+        "policy/approx_kl",
+        "train/tokens_per_second",
     ):
         values = [event[name] for event in events if name in event and (event["iteration"] > 0 or name.startswith("eval"))]
         if values:
-            table.add_row(name, *(f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}" for x in (values[0], values[-1], sum(values) / len(values))))
+            table.add_row(
+                name,
+                *(f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}" for x in (values[0], values[-1], sum(values) / len(values))),
+            )
     return table
 
 
@@ -172,5 +195,3 @@ def _quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="lightning")
-
-

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .base import Gate, Transport, gates, transports
 from . import gae, gate, grpo  # noqa: F401  (registration)
+from .base import Gate, Transport, gates, transports
 
 if TYPE_CHECKING:
     from .functional import explained_variance, gated_gae, group_advantage, scan, whiten

@@ -231,7 +231,7 @@ def swap_between(x: Tensor, mask: Tensor) -> Tensor:
     if len(rows) < 2:
         return x
     rank, count = _relative(mask)
-    order = (~mask).long().sort(1, stable=True).indices  # unmasked positions first
+    order = (~mask).long().sort(dim=1, stable=True).indices  # unmasked positions first
     packed = x.gather(1, order)
     source = torch.arange(len(x), device=x.device)
     source[rows] = rows.roll(-1)

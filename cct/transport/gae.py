@@ -36,8 +36,14 @@ class _Trace(Transport):
 
         assert rollout.values is not None
         advantages, targets = gated_gae(
-            rollout.rewards, rollout.values, rollout.mask, gamma=gamma, lam=self.lam, lam_value=self.lam_value,
-            bootstrap=rollout.bootstrap, gap=self.gap,
+            rollout.rewards,
+            rollout.values,
+            rollout.mask,
+            gamma=gamma,
+            lam=self.lam,
+            lam_value=self.lam_value,
+            bootstrap=rollout.bootstrap,
+            gap=self.gap,
         )
         return (whiten(advantages, rollout.mask) if self.whiten else advantages), targets
 

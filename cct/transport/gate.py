@@ -40,7 +40,8 @@ class ConstantGate(Gate):
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import geometric_mean
 
-        rate = self.gamma if self.of is None else geometric_mean(self.of(rollout), rollout.mask)
+        rate = geometric_mean(self.of(rollout), rollout.mask) if self.of else self.gamma
+        assert rate is not None
         return rollout.rewards.new_full(rollout.rewards.shape, rate)
 
 

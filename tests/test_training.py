@@ -1,0 +1,315 @@
+"""Runs as a whole, at a size that takes seconds."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cct.policy.warm_start import warm_start
+from cct.recipe import RecipeError, load_recipe
+from cct.rollout import Prompt, Response
+from cct.training.callbacks import checkpoints
+from cct.training.collect import Collector, TrainingStopped, judge
+from cct.training.run import build, evaluate_run, new_folder, read_metrics, resume, train
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+TINY = [
+    "task.steps=2",
+    "policy.hidden_size=32",
+    "policy.intermediate_size=32",
+    "policy.layers=2",
+    "policy.heads=2",
+    "policy.kv_heads=1",
+    "policy.warm_start=null",
+    "generation.max_new_tokens=8",
+    "task.held_out_size=8",
+    "training.iterations=2",
+    "training.prompts_per_iteration=4",
+    "training.responses_per_prompt=4",
+    "training.minibatch_size=8",
+]
+TINY_CRITIC = ["training.critic_warmup=1", "training.critic_epochs=2"]
+
+
+def tiny(recipe="compo", *sets):
+    critic = TINY_CRITIC if recipe != "grpo" else []
+    return load_recipe(RECIPES / f"{recipe}.yaml", [*TINY, *critic, *sets])
+
+
+def run(recipe, root, **options):
+    folder = new_folder(root, recipe.name)
+    train(recipe, folder, console=Console(file=io.StringIO()), **options)
+    return folder
+
+
+def final_state(folder):
+    return torch.load(checkpoints(folder)[-1], weights_only=False)
+
+
+def assert_same_tensors(a, b, path=""):
+    """Bit for bit, through nested containers."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            assert_same_tensors(a[key], b[key], f"{path}/{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same_tensors(x, y, f"{path}/{index}")
+    else:
+        assert a == b, path
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_shipped_recipe_trains_two_iterations(name, tmp_path):
+    folder = run(tiny(name), tmp_path)
+    events = read_metrics(folder)
+    assert [e["iteration"] for e in events if e["iteration"] > 0] == [1, 2]
+    assert events[0].keys() >= {"eval/accuracy"} and events[-1].keys() >= {
+        "train/reward",
+        "eval/accuracy",
+        "policy/loss",
+        "time/generate",
+    }
+    recipe = load_recipe(folder / "recipe.yaml")
+    assert recipe.name == name
+    assert ("critic/explained_variance" in events[-1]) == (recipe.critic is not None)
+    assert ("gate/mean" in events[-1]) == (recipe.transport.use == "comp_gae")
+
+
+def test_a_run_folder_holds_what_the_docs_say_and_a_second_run_takes_another(tmp_path):
+    first, second = run(tiny(), tmp_path), run(tiny(), tmp_path)
+    assert (first.name, second.name) == ("001", "002")
+    for name in ("recipe.yaml", "metrics.jsonl", "samples.jsonl", "policy/config.json", "logs/from_000000/metrics.csv"):
+        assert (first / name).is_file(), name
+    samples = [json.loads(line) for line in (first / "samples.jsonl").read_text().splitlines()]
+    assert samples[0].keys() == {"iteration", "prompt", "response", "reward", "advantage", "finished"}
+    strip = lambda folder: [{k: v for k, v in e.items() if "time" not in k and "second" not in k} for e in read_metrics(folder)]  # noqa: E731
+    assert strip(first) == strip(second)  # one seed, one result
+
+
+def test_the_exported_policy_is_the_trained_one_and_needs_no_cct(tmp_path):
+    folder = run(tiny(), tmp_path)
+    assert "cct" not in (folder / "policy" / "config.json").read_text()
+    exported = AutoModelForCausalLM.from_pretrained(folder / "policy", attn_implementation="eager")
+    trained = final_state(folder)["state_dict"]
+    for name, weight in exported.named_parameters():
+        assert torch.equal(weight, trained[f"agent.actor.{name}"]), name
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    assert tokenizer.decode(tokenizer("3+5-7=")["input_ids"]) == "3+5-7="
+    assert evaluate_run(folder)["eval/accuracy"] == read_metrics(folder)[-1]["eval/accuracy"]
+
+
+@pytest.mark.parametrize("name", ["compo", "gae", "grpo"])
+def test_resuming_gives_the_same_bits_as_an_uninterrupted_run(name, tmp_path):
+    whole = run(tiny(name, "training.iterations=4", "training.checkpoint_every=2"), tmp_path / "whole")
+    half = run(tiny(name, "training.iterations=2"), tmp_path / "half")
+    resume(half, None, ["training.iterations=4"], console=Console(file=io.StringIO()))
+    a, b = final_state(whole), final_state(half)
+    assert_same_tensors(a["state_dict"], b["state_dict"])
+    assert_same_tensors(a["optimizer_states"], b["optimizer_states"])
+    assert any(state["step"] > 0 for state in a["optimizer_states"][0]["state"].values())
+    assert [e["iteration"] for e in read_metrics(half)] == [e["iteration"] for e in read_metrics(whole)]
+    for key in ("train/reward", "policy/loss"):
+        assert [e[key] for e in read_metrics(half) if e["iteration"] > 2] == [
+            e[key] for e in read_metrics(whole) if e["iteration"] > 2
+        ]
+
+
+def test_resuming_drops_events_after_the_checkpoint_and_makes_them_again(tmp_path):
+    folder = run(tiny("grpo"), tmp_path)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"iteration": 3, "train/reward": -1.0}) + "\n")
+    resume(folder, None, ["training.iterations=3"], console=Console(file=io.StringIO()))
+    events = [e for e in read_metrics(folder) if e["iteration"] == 3]
+    assert len(events) == 1 and events[0]["train/reward"] >= 0
+
+
+def test_resuming_a_complete_run_is_refused(tmp_path):
+    folder = run(tiny("grpo"), tmp_path)
+    with pytest.raises(RecipeError, match=r"complete.*training\.iterations=4"):
+        resume(folder, None, [], console=Console(file=io.StringIO()))
+
+
+def test_the_micro_batch_split_changes_no_weight(tmp_path):
+    sgd_like = ["geometry.aggregation=sequence_mean", "training.iterations=1"]
+    whole, split = (
+        run(tiny("compo", *sgd_like), tmp_path),
+        run(tiny("compo", *sgd_like, "training.micro_batch_size=2"), tmp_path),
+    )
+    a, b = final_state(whole)["optimizer_states"][0]["state"], final_state(split)["optimizer_states"][0]["state"]
+    for index in a:  # Adam's first moments: sums of gradients, which the split must not change
+        torch.testing.assert_close(a[index]["exp_avg"], b[index]["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def collected(recipe):
+    agent, tokenizer, reference = build(recipe)
+    return agent, Collector(recipe, agent, tokenizer, reference).collect(1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_before_the_first_update_the_ratio_is_one_and_nothing_is_clipped(temperature):
+    recipe = tiny("compo", f"generation.temperature={temperature}", "training.micro_batch_size=2")
+    agent, iteration = collected(recipe)
+    policy = [batch for batch in iteration.updates if batch.trace is None]
+    assert len(policy) == 8
+    for batch in policy:
+        logprobs = agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1]).logprobs
+        _, metrics = recipe.geometry(logprobs, batch.logprobs, batch.advantages, batch.mask, None)
+        torch.testing.assert_close(metrics["ratio"], torch.ones_like(logprobs), rtol=0, atol=1e-5)
+        assert metrics["clip_fraction"].sum() == 0
+
+
+def test_only_responses_cut_by_the_limit_bootstrap():
+    _, iteration = collected(tiny("compo", "generation.max_new_tokens=3"))
+    rollout = iteration.rollout
+    assert rollout.truncated.any()
+    assert (rollout.bootstrap[rollout.truncated] > 0).all() and (rollout.bootstrap[~rollout.truncated] == 0).all()
+
+
+def test_the_warm_up_trains_the_critic_and_leaves_the_policy_alone(tmp_path):
+    recipe = tiny("compo")
+    agent, tokenizer, _ = build(recipe)
+    iteration = Collector(recipe, agent, tokenizer, None).collect(0)
+    assert iteration.updates and all(batch.trace is not None for batch in iteration.updates)
+
+
+def test_the_policy_moves_towards_the_advantage(tmp_path):
+    """One response is rewarded: its log-probability rises."""
+    recipe = tiny(
+        "grpo",
+        "evidence.0.pattern=(.)",
+        "training.iterations=1",
+        "training.learning_rate=1.0e-3",
+        "training.responses_per_prompt=32",
+        "training.minibatch_size=128",
+    )
+    agent, tokenizer, _ = build(recipe)
+    iteration = Collector(recipe, agent, tokenizer, None).collect(1)
+    rollout, credit = iteration.rollout, iteration.credit
+    folder = run(recipe, tmp_path)
+    after = {k.removeprefix("agent."): v for k, v in final_state(folder)["state_dict"].items()}
+    agent.load_state_dict(after)
+    with torch.no_grad():
+        moved = (
+            agent(rollout.input_ids, rollout.attention_mask, rollout.mask.shape[1]).logprobs - rollout.logprobs
+        ) * rollout.mask
+    assert credit.advantages.abs().sum() > 0
+    assert (moved * credit.advantages).sum() > 0
+
+
+PLUGIN = '''
+import torch
+from cct.evidence import Evidence, evidences
+from cct.rollout import Credit
+from cct.transport import Transport, transports
+
+@transports.register("{name}_nan")
+class Nan(Transport):
+    """NaN advantages from the second iteration on."""
+    def __call__(self, rollout):
+        self.__dict__.setdefault("calls", []).append(1)
+        return Credit(torch.full_like(rollout.rewards, float("nan") if len(self.__dict__["calls"]) > 1 else 0.0))
+
+@evidences.register("{name}_odd")
+class Odd(Evidence):
+    """Raises on responses of odd length."""
+    def __call__(self, prompt, response):
+        if len(response.tokens) % 2:
+            raise KeyError("odd")
+        return [0.5] * len(response.tokens)
+'''
+
+
+@pytest.fixture
+def plugin(tmp_path):
+    path = tmp_path / f"plugin_{abs(hash(str(tmp_path)))}.py"
+    path.write_text(PLUGIN.format(name=path.stem))
+    return f"plugins=[{path}]", path.stem
+
+
+def test_nan_stops_the_run_naming_component_and_iteration_and_keeps_the_checkpoint(plugin, tmp_path):
+    sets, name = plugin
+    recipe = tiny("grpo", sets, f"transport={name}_nan", "training.checkpoint_every=1")
+    with pytest.raises(TrainingStopped, match=rf"transport '{name}_nan' \(advantages\) in iteration 2"):
+        run(recipe, tmp_path)
+    assert [path.stem for path in checkpoints(tmp_path / "grpo" / "001")] == ["000001"]
+
+
+def test_a_nan_gradient_stops_the_run(tmp_path):
+    recipe = tiny("grpo", "training.iterations=1")
+    agent, tokenizer, _ = build(recipe)
+    with torch.no_grad():
+        next(agent.actor.parameters()).fill_(float("nan"))
+    with pytest.raises((TrainingStopped, RuntimeError), match="policy|probability"):
+        Collector(recipe, agent, tokenizer, None).collect(1)
+
+
+@pytest.mark.parametrize("choice", ["fail", "zero", "drop"])
+def test_evidence_that_raises_follows_the_recipe(choice, plugin):
+    sets, name = plugin
+    recipe = tiny("grpo", sets, f"evidence=[{{use: {name}_odd, on_error: {choice}}}]")
+    prompts, responses = [Prompt("p")] * 2, [Response("ab", (5, 6), True), Response("abc", (5, 6, 7), True)]
+    if choice == "fail":
+        with pytest.raises(TrainingStopped, match="KeyError.*on_error"):
+            judge(recipe.evidence, prompts, responses)
+    else:
+        rewards, keep, errors = judge(recipe.evidence, prompts, responses)
+        assert rewards == [[0.5, 0.5], [0.0, 0.0, 0.0]]  # dense rewards stand at their tokens
+        assert keep == [True, choice == "zero"] and errors == {f"{name}_odd": 1}
+
+
+def test_dropped_responses_are_counted_and_do_not_train(plugin, tmp_path):
+    sets, name = plugin
+    folder = run(
+        tiny("compo", sets, f"evidence=[{{use: {name}_odd, on_error: drop}}]", "generation.max_new_tokens=5"), tmp_path
+    )
+    events = [e for e in read_metrics(folder) if "train/dropped" in e]
+    assert any(0 < e["train/dropped"] < 1 for e in events)
+    assert all(e[f"evidence/errors/{name}_odd"] == round(16 * e["train/dropped"]) for e in events if e["train/dropped"])
+
+
+def test_evidence_must_give_a_finite_number_or_one_per_token(plugin):
+    sets, name = plugin
+    recipe = tiny("grpo", sets)
+    from cct.evidence import evidences
+
+    class Bad(evidences["exact_match"]):
+        """Returns what it is told."""
+
+        def __call__(self, prompt, response):
+            return {"a": float("nan"), "b": [1.0], "c": None}[response.text]
+
+    for text in "abc":
+        with pytest.raises(TrainingStopped, match="one for each token|TypeError"):
+            judge([Bad()], [Prompt("p")], [Response(text, (5, 6), True)])
+    assert recipe.evidence
+
+
+def test_kl_to_the_reference_starts_at_zero_and_grows(tmp_path):
+    folder = run(
+        tiny(
+            "grpo", "geometry.kl_coef=0.1", "training.learning_rate=1.0e-2", "evidence.0.pattern=(.)", "training.iterations=3"
+        ),
+        tmp_path,
+    )
+    kl = [e["policy/reference_kl"] for e in read_metrics(folder) if "policy/reference_kl" in e]
+    assert kl[-1] > kl[0] >= 0
+
+
+def test_a_warm_start_is_trained_once_and_then_read_from_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CCT_CACHE", str(tmp_path))
+    recipe, steps = tiny("grpo", "policy.warm_start={steps: 3, batch_size: 4}"), []
+    report = lambda step, total, loss: steps.append(step)  # noqa: E731
+    first, _ = warm_start(recipe.policy, recipe.task, 0, report)
+    again, _ = warm_start(recipe.policy, recipe.task, 0, report)
+    assert steps == [1, 2, 3]
+    assert_same_tensors(dict(first.state_dict()), dict(again.state_dict()))
+    warm_start(recipe.policy, recipe.task, 1, report)
+    assert steps == [1, 2, 3, 1, 2, 3]  # another seed is another warm start
