@@ -9,12 +9,13 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cct.policy.warm_start import warm_start
+from cct.evidence import Evidence
 from cct.recipe import RecipeError, load_recipe
 from cct.rollout import Prompt, Response
 from cct.training.callbacks import checkpoints
 from cct.training.collect import Collector, TrainingStopped, judge
 from cct.training.run import build, evaluate_run, new_folder, read_metrics, resume, train
+from cct.training.warm_start import warm_start
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TINY = [
@@ -275,21 +276,16 @@ def test_dropped_responses_are_counted_and_do_not_train(plugin, tmp_path):
     assert all(e[f"evidence/errors/{name}_odd"] == round(16 * e["train/dropped"]) for e in events if e["train/dropped"])
 
 
-def test_evidence_must_give_a_finite_number_or_one_per_token(plugin):
-    sets, name = plugin
-    recipe = tiny("grpo", sets)
-    from cct.evidence import evidences
-
-    class Bad(evidences["exact_match"]):
+@pytest.mark.parametrize("verdict", [float("nan"), [1.0], [1.0, float("inf")], None])
+def test_evidence_must_give_a_finite_number_or_one_per_token(verdict):
+    class Told(Evidence):
         """Returns what it is told."""
 
         def __call__(self, prompt, response):
-            return {"a": float("nan"), "b": [1.0], "c": None}[response.text]
+            return verdict
 
-    for text in "abc":
-        with pytest.raises(TrainingStopped, match="one for each token|TypeError"):
-            judge([Bad()], [Prompt("p")], [Response(text, (5, 6), True)])
-    assert recipe.evidence
+    with pytest.raises(TrainingStopped, match="one for each token|TypeError"):
+        judge([Told()], [Prompt("p")], [Response("ab", (5, 6), True)])
 
 
 def test_kl_to_the_reference_starts_at_zero_and_grows(tmp_path):

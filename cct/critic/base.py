@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Literal
 from cct.registry import Component, Registry
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
+
+    from .towers import Tower
 
 
 class Critic(Component):
@@ -21,8 +22,8 @@ class Critic(Component):
     def provides(self) -> frozenset[str]:
         return frozenset({"values"})
 
-    def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> nn.Module:
-        """A `towers.Tower` for this actor; bounds: least and greatest reward of a response."""
+    def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> Tower:
+        """The torch module for this actor; bounds: least and greatest reward of a response."""
         raise NotImplementedError
 
 

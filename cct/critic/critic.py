@@ -9,8 +9,9 @@ from pydantic import Field
 from .base import Critic, critics
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel
+
+    from .towers import Tower
 
 
 @critics.register("tac")
@@ -28,17 +29,26 @@ class TAC(Critic):
     concentration: bool = True
     """Read each head's attention concentration."""
 
-    def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> nn.Module:
+    def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> Tower:
         from .towers import TransportAlignedTower
 
-        return TransportAlignedTower(actor.config.get_text_config(), self, bounds)
+        return TransportAlignedTower(
+            actor.config.get_text_config(),
+            self.output,
+            bounds,
+            width=self.width,
+            depth=self.depth,
+            memory=self.memory,
+            borrow=self.borrow_attention,
+            concentration=self.concentration,
+        )
 
 
 @critics.register("standard")
 class Standard(Critic):
     """A second Transformer of the actor's size, started from its weights, with a value head."""
 
-    def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> nn.Module:
+    def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> Tower:
         from .towers import StandardTower
 
         return StandardTower(actor, self.output, bounds)
@@ -51,7 +61,7 @@ class ValueHead(Critic):
     width: int = Field(128, ge=1)
     """Width of the head."""
 
-    def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> nn.Module:
+    def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> Tower:
         from .towers import HeadTower
 
-        return HeadTower(actor.config.get_text_config(), self, bounds)
+        return HeadTower(actor.config.get_text_config(), self.output, bounds, width=self.width)

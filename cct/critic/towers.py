@@ -12,8 +12,6 @@ from transformers import PreTrainedModel
 
 from cct.rollout import Attention, Trace
 
-from .critic import TAC, ValueHead
-
 
 class Head:
     """From raw outputs to values, and the loss against targets, elementwise."""
@@ -54,24 +52,34 @@ class Tower(nn.Module):
 class TransportAlignedTower(Tower):
     """TAC. Everything it reads of the actor is detached, and at position p knows tokens up to p only."""
 
-    def __init__(self, config: Any, knobs: TAC, bounds: tuple[float, float]):
-        super().__init__(knobs.output, bounds)
+    def __init__(
+        self,
+        config: Any,
+        output: str,
+        bounds: tuple[float, float],
+        *,
+        width: int,
+        depth: int,
+        memory: int,
+        borrow: bool,
+        concentration: bool,
+    ):
+        super().__init__(output, bounds)
         n_layers, heads = config.num_hidden_layers, config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", heads)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.ladder = self.reads_hidden = tuple(max(1, round((i + 1) * n_layers / knobs.depth)) for i in range(knobs.depth))
+        self.ladder = self.reads_hidden = tuple(max(1, round((i + 1) * n_layers / depth)) for i in range(depth))
         layers = tuple(layer - 1 for layer in self.ladder)
-        if knobs.borrow_attention or knobs.concentration:
+        if borrow or concentration:
             self.reads_attention = layers
-        if knobs.concentration:
+        if concentration:
             self.reads_concentration = layers
-        features = 2 + (heads * len(set(layers)) if knobs.concentration else 0)
+        features = 2 + (heads * len(set(layers)) if concentration else 0)
         self.blocks = nn.ModuleList(
-            Block(config.hidden_size, features, knobs.width, heads, kv_heads, head_dim, knobs.borrow_attention, knobs.memory)
-            for _ in self.ladder
+            Block(config.hidden_size, features, width, heads, kv_heads, head_dim, borrow, memory) for _ in self.ladder
         )
-        self.norm = nn.LayerNorm(knobs.width)
-        self.out = nn.Linear(knobs.width, 1)
+        self.norm = nn.LayerNorm(width)
+        self.out = nn.Linear(width, 1)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -153,10 +161,10 @@ class StandardTower(Tower):
 class HeadTower(Tower):
     """A small head on the actor's last hidden state."""
 
-    def __init__(self, config: Any, knobs: ValueHead, bounds: tuple[float, float]):
-        super().__init__(knobs.output, bounds)
+    def __init__(self, config: Any, output: str, bounds: tuple[float, float], *, width: int):
+        super().__init__(output, bounds)
         self.reads_hidden = (config.num_hidden_layers,)
-        self.layers = nn.Sequential(nn.Linear(config.hidden_size, knobs.width), nn.GELU(), nn.Linear(knobs.width, 1))
+        self.layers = nn.Sequential(nn.Linear(config.hidden_size, width), nn.GELU(), nn.Linear(width, 1))
 
     def forward(self, trace: Trace) -> Tensor:
         return self.layers(trace.hidden_states[self.reads_hidden[0]].float()).squeeze(2)

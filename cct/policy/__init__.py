@@ -9,19 +9,14 @@ from .base import Policy, WarmStart, policies
 from .generation import Generation, engines
 
 if TYPE_CHECKING:
-    from .agent import Agent
-    from .attention import attention_concentration, tap
+    from .attention import attention_concentration, tap, tappable
 
-__all__ = ["Agent", "Generation", "Policy", "WarmStart", "attention_concentration", "engines", "policies", "tap"]
+__all__ = ["Generation", "Policy", "WarmStart", "attention_concentration", "engines", "policies", "tap", "tappable"]
 
 
 def __getattr__(name: str) -> Any:  # torch is imported when a tensor function is first asked for
-    if name == "Agent":
-        from .agent import Agent
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import attention
 
-        return Agent
-    if name in ("attention_concentration", "tap"):
-        from . import attention
-
-        return getattr(attention, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(attention, name)

@@ -18,10 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cct.evidence import Evidence
 from cct.geometry.functional import aggregation_weights
-from cct.policy.agent import Agent
 from cct.recipe import Recipe
 from cct.rollout import Credit, Prompt, Response, Rollout, Trace, derive_seed
 from cct.transport.functional import explained_variance, gated_gae, masked_mean_std
+
+from .agent import Agent
 
 # Share of the old running mean and deviation of a statistic kept at each iteration: follows the policy within ~10 iterations.
 MOMENTS_DECAY = 0.9

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from lightning import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch.utils.data import DataLoader
 
-from cct.policy.agent import Agent
 from cct.recipe import Recipe
 
+from .agent import Agent
 from .collect import Collector, Iteration, Minibatch, TrainingStopped
 
 FINAL_LEARNING_RATE = 0.1  # share of the actor's learning rate that linear and cosine schedules end with
@@ -70,7 +71,7 @@ class CreditModule(LightningModule):
     def iteration(self) -> int:
         return iteration_of(self.recipe, self.current_epoch)
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         training = self.recipe.training
         groups = [{"params": list(self.agent.actor.parameters()), "lr": training.learning_rate, "name": "actor"}]
         if self.agent.critic is not None:

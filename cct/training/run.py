@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cct.policy.agent import Agent
-from cct.policy.warm_start import warm_start
 from cct.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 from cct.rollout import derive_seed
 
+from .agent import Agent
 from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
 from .collect import Collector, evaluate
 from .module import CreditModule, RolloutData
+from .warm_start import warm_start
 
 
 def new_folder(root: Path, name: str) -> Path:

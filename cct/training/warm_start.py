@@ -11,17 +11,14 @@ import tempfile
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from .attention import tappable
-from .base import Policy, WarmStart
-
-if TYPE_CHECKING:
-    from cct.task import Task
+from cct.policy import Policy, WarmStart
+from cct.policy.attention import tappable
+from cct.task import Task
 
 
 def cache_folder() -> Path:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cct.critic.towers import Tower
+from cct.policy.attention import attention_concentration, tap
 from cct.rollout import Attention, Concentration, Trace
-
-from .attention import attention_concentration, tap
 
 PER_HEAD = Concentration()  # the critic's feature: Shannon, every head by itself
 
@@ -32,7 +32,7 @@ class Agent(nn.Module):
     temperature: of sampling; log-probabilities are taken at the same one.
     """
 
-    def __init__(self, actor: PreTrainedModel, critic: nn.Module | None, temperature: float = 1.0):
+    def __init__(self, actor: PreTrainedModel, critic: Tower | None, temperature: float = 1.0):
         super().__init__()
         self.actor = actor
         self.critic = critic
