@@ -93,8 +93,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from cct.training.collect import TrainingStopped
-    from cct.training.run import new_folder, resume, train
+    from cct.training.rows import TrainingStopped
+    from cct.training.run import resume, start
 
     console = Console()
     try:
@@ -102,7 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
             resume(arguments.resume, recipe, arguments.set, console=console)
         else:
             assert recipe is not None
-            train(recipe, new_folder(arguments.runs, recipe.name), console=console)
+            start(recipe, arguments.runs, console=console)
     except TrainingStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1

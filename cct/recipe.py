@@ -58,7 +58,7 @@ class Training(Knobs):
     minibatch_size: int = Field(128, ge=1)
     """Responses per optimizer step; divides the responses of a round."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Responses per forward and backward; divides minibatch_size. Null takes minibatch_size. Never changes the gradient."""
+    """Responses per forward of one process; null takes its whole part of a minibatch. Never changes the gradient."""
     learning_rate: float = Field(2e-4, gt=0, le=1)
     """AdamW, actor, at the first iteration."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -75,10 +75,13 @@ class Training(Knobs):
     """Greatest gradient norm, of the actor and of the critic each by itself."""
     checkpoint_every: int = Field(10, ge=1)
     """Iterations between checkpoints; the last iteration is always kept."""
-    strategy: Literal["auto"] = "auto"
-    """Lightning strategy."""
-    devices: int = Field(1, ge=1, le=1)
-    """Processes; one for now."""
+    strategy: Literal["auto", "ddp", "deepspeed_1", "deepspeed_2", "deepspeed_3"] = "auto"
+    """How processes share the work, through Lightning: auto is one process, or ddp where there are more; deepspeed needs the
+    extra `.[deepspeed]`, and runs on CPUs too."""
+    devices: int = Field(1, ge=1, le=1024)
+    """Processes on each node, one per device; they divide every minibatch between them."""
+    nodes: int = Field(1, ge=1, le=4096)
+    """Machines, started by torchrun or SLURM."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of torch; null leaves torch's default."""
 
@@ -90,13 +93,28 @@ class Training(Knobs):
                 f"minibatch_size ({self.minibatch_size}) must divide the {responses} responses of an iteration "
                 f"({self.prompts_per_iteration} prompts x {self.responses_per_prompt} responses)"
             )
-        if self.minibatch_size % self.rows_per_forward:
-            raise ValueError(f"micro_batch_size ({self.micro_batch_size}) must divide minibatch_size ({self.minibatch_size})")
+        if self.minibatch_size % self.processes:
+            raise ValueError(f"{self.processes} processes must divide minibatch_size ({self.minibatch_size})")
+        if (self.minibatch_size // self.processes) % self.rows_per_forward:
+            raise ValueError(
+                f"micro_batch_size ({self.micro_batch_size}) must divide the {self.minibatch_size // self.processes} responses "
+                "of a minibatch that each process has"
+            )
         return self
 
     @property
+    def processes(self) -> int:
+        return self.devices * self.nodes
+
+    @property
     def rows_per_forward(self) -> int:
-        return self.micro_batch_size or self.minibatch_size
+        """Responses in one forward of one process."""
+        return self.micro_batch_size or self.minibatch_size // self.processes
+
+    @property
+    def micro_batches(self) -> int:
+        """Forwards of one process in one optimizer step."""
+        return self.minibatch_size // self.processes // self.rows_per_forward
 
 
 class Evaluation(Knobs):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from cct.evidence import Evidence
 from cct.recipe import RecipeError, load_recipe
 from cct.rollout import Prompt, Response
 from cct.training.callbacks import checkpoints
-from cct.training.collect import Collector, TrainingStopped, judge
+from cct.training.collect import Collector
+from cct.training.rows import TrainingStopped, judge
 from cct.training.run import build, evaluate_run, new_folder, read_metrics, resume, train
 from cct.training.warm_start import warm_start
 
@@ -109,18 +111,24 @@ def test_the_exported_policy_is_the_trained_one_and_needs_no_cct(tmp_path):
 
 @pytest.mark.parametrize("name", ["compo", "gae", "grpo"])
 def test_resuming_gives_the_same_bits_as_an_uninterrupted_run(name, tmp_path):
-    whole = run(tiny(name, "training.iterations=4", "training.checkpoint_every=2"), tmp_path / "whole")
-    half = run(tiny(name, "training.iterations=2"), tmp_path / "half")
-    resume(half, None, ["training.iterations=4"], console=Console(file=io.StringIO()))
-    a, b = final_state(whole), final_state(half)
+    whole = run(tiny(name, "training.iterations=4", "training.checkpoint_every=2"), tmp_path)
+    cut = Path(shutil.copytree(whole, tmp_path / "cut"))
+    checkpoints(cut)[-1].unlink()  # as if the run had been killed after iteration 2
+    resume(cut, None, [], console=Console(file=io.StringIO()))
+    a, b = final_state(whole), final_state(cut)
     assert_same_tensors(a["state_dict"], b["state_dict"])
     assert_same_tensors(a["optimizer_states"], b["optimizer_states"])
     assert any(state["step"] > 0 for state in a["optimizer_states"][0]["state"].values())
-    assert [e["iteration"] for e in read_metrics(half)] == [e["iteration"] for e in read_metrics(whole)]
+    assert [e["iteration"] for e in read_metrics(cut)] == [e["iteration"] for e in read_metrics(whole)]
     for key in ("train/reward", "policy/loss"):
-        assert [e[key] for e in read_metrics(half) if e["iteration"] > 2] == [
-            e[key] for e in read_metrics(whole) if e["iteration"] > 2
-        ]
+        assert [e[key] for e in read_metrics(cut) if key in e] == [e[key] for e in read_metrics(whole) if key in e]
+
+
+def test_a_complete_run_can_be_extended(tmp_path):
+    whole = run(tiny("compo", "training.schedule=constant", "training.iterations=4"), tmp_path / "whole")
+    half = run(tiny("compo", "training.schedule=constant", "training.iterations=2"), tmp_path / "half")
+    resume(half, None, ["training.iterations=4"], console=Console(file=io.StringIO()))
+    assert_same_tensors(final_state(whole)["state_dict"], final_state(half)["state_dict"])
 
 
 def test_resuming_drops_events_after_the_checkpoint_and_makes_them_again(tmp_path):

@@ -40,11 +40,9 @@ class Generation(Component):
         actor: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         prompts: Sequence[Sequence[int]],
-        *,
-        seed: int,
-        greedy: bool = False,
+        seeds: Sequence[int] | None,
     ) -> list[Completion]:
-        """One completion per prompt (token ids), reproducible from `seed`; greedy ignores temperature and seed."""
+        """One completion per prompt (token ids), each sampled from its own seed; greedy where seeds is None."""
         raise NotImplementedError
 
 
@@ -55,28 +53,45 @@ engines: Registry[Generation] = Registry("generation", Generation)
 class Transformers(Generation):
     """transformers' own `generate`, in this process, on the weights being trained."""
 
-    def generate(self, actor, tokenizer, prompts, *, seed, greedy=False):
+    def generate(self, actor, tokenizer, prompts, seeds):
         import torch
-        from transformers import GenerationConfig
+        from transformers import GenerationConfig, LogitsProcessorList
 
         end, pad, device = tokenizer.eos_token_id, tokenizer.pad_token_id, actor.device
-        sampling = (
-            {"do_sample": False} if greedy else {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
-        )
-        config = GenerationConfig(max_new_tokens=self.max_new_tokens, eos_token_id=end, pad_token_id=pad, **sampling)
+        config = GenerationConfig(max_new_tokens=self.max_new_tokens, eos_token_id=end, pad_token_id=pad, do_sample=False)
         training = actor.training
         actor.eval()
         completions: list[Completion] = []
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            for start in range(0, len(prompts), self.batch_size):
-                batch = prompts[start : start + self.batch_size]
-                width = max(map(len, batch))
-                ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in batch], device=device)
-                mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch], device=device)
-                output = actor.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-                for row in output[:, width:].tolist():
-                    finished = end in row
-                    completions.append(Completion(tuple(row[: row.index(end) + 1] if finished else row), finished))
+        for start in range(0, len(prompts), self.batch_size):
+            batch = prompts[start : start + self.batch_size]
+            width = max(map(len, batch))
+            ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in batch], device=device)
+            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch], device=device)
+            sampling = [self._noise(seeds[start : start + self.batch_size])] if seeds is not None else []
+            with torch.no_grad():
+                output = actor.generate(
+                    input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList(sampling)
+                )
+            for row in output[:, width:].tolist():
+                finished = end in row
+                completions.append(Completion(tuple(row[: row.index(end) + 1] if finished else row), finished))
         actor.train(training)
         return completions
+
+    def _noise(self, seeds: Sequence[int]):
+        """Logits processor under which the greedy choice is a sample at this temperature (the Gumbel-max trick).
+
+        Each sequence draws from a generator of its own, so that what it samples does not depend on the batch.
+        """
+        import torch
+
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+        def add(input_ids, scores):
+            noise = torch.empty(scores.shape, dtype=torch.float32)
+            for row, generator in zip(noise, generators, strict=True):
+                row.exponential_(generator=generator)
+            noise.clamp_(min=torch.finfo(torch.float32).tiny).log_().neg_()
+            return scores.float() / self.temperature + noise.to(scores.device)
+
+        return add

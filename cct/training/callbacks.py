@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -17,8 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 from cct.recipe import Recipe
 
-from .collect import evaluate
 from .module import CreditModule, RolloutData
+from .ranks import Ranks
+from .rows import evaluate
+from .strategies import whole_weights
 
 KEEP_CHECKPOINTS = 2  # the newest, and one before it should the newest be cut short
 
@@ -54,9 +57,17 @@ def checkpoints(folder: Path) -> list[Path]:
 class Recorder(Callback):
     """After every iteration: metrics to the loggers, samples, evaluation and checkpoint where due."""
 
-    def __init__(self, recipe: Recipe, folder: Path, tokenizer: PreTrainedTokenizerBase, display: Display):
-        self.recipe, self.folder, self.tokenizer, self.display = recipe, folder, tokenizer, display
+    def __init__(self, recipe: Recipe, folder: Path | None, tokenizer: PreTrainedTokenizerBase, display: Display):
+        self.recipe, self._folder, self.tokenizer, self.display = recipe, folder, tokenizer, display
         self.started = time.perf_counter()
+
+    @property
+    def folder(self) -> Path:
+        assert self._folder is not None
+        return self._folder
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        self._folder = trainer.strategy.broadcast(self._folder)  # the first process made it
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, CreditModule)
@@ -79,19 +90,31 @@ class Recorder(Callback):
         if iteration > 0 and (last or iteration % self.recipe.evaluation.every == 0):
             metrics |= self._evaluate(module)
         self._log(trainer, metrics, iteration)
-        with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-            for sample in ended.samples:
-                file.write(json.dumps({"iteration": iteration, **asdict(sample)}, ensure_ascii=False) + "\n")
+        if trainer.is_global_zero:
+            with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+                for sample in ended.samples:
+                    file.write(json.dumps({"iteration": iteration, **asdict(sample)}, ensure_ascii=False) + "\n")
         if last or (iteration > 0 and iteration % self.recipe.training.checkpoint_every == 0):
             trainer.save_checkpoint(self.folder / "checkpoints" / f"{iteration:06d}.ckpt")
-            for old in checkpoints(self.folder)[:-KEEP_CHECKPOINTS]:
-                old.unlink()
+            for old in checkpoints(self.folder)[:-KEEP_CHECKPOINTS] if trainer.is_global_zero else []:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()  # DeepSpeed's are folders
         self.started = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Export while every process still holds its part of the weights."""
+        assert isinstance(module, CreditModule)
+        self.display.show(stage="export")
+        with whole_weights(module.agent.actor):
+            if trainer.is_global_zero:
+                module.agent.actor.save_pretrained(self.folder / "policy")
+                self.tokenizer.save_pretrained(self.folder / "policy")
 
     def _evaluate(self, module: CreditModule) -> dict[str, float]:
         self.display.show(stage="evaluate")
         started = time.perf_counter()
-        return evaluate(self.recipe, module.agent.actor, self.tokenizer) | {"time/evaluate": time.perf_counter() - started}
+        return evaluate(self.recipe, module.agent.actor, self.tokenizer, Ranks.current()) | {
+            "time/evaluate": time.perf_counter() - started
+        }
 
     def _log(self, trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
         for logger in trainer.loggers:

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 from cct.recipe import Recipe
 
 from .agent import Agent
-from .collect import Collector, Iteration, Minibatch, TrainingStopped
+from .collect import Collector, Iteration, Minibatch
+from .ranks import Ranks
+from .rows import TrainingStopped
 
 FINAL_LEARNING_RATE = 0.1  # share of the actor's learning rate that linear and cosine schedules end with
 
@@ -58,13 +60,32 @@ class RolloutData(LightningDataModule):
         self.collector.moments, self.done = state_dict["moments"], state_dict["done"]
 
 
+class PassAdamW(torch.optim.AdamW):
+    """AdamW that leaves groups marked inactive alone, moments included.
+
+    The critic's passes and the policy's share one optimizer, because DeepSpeed knows only one; under it a
+    group without gradients has zeros, by which AdamW's moments would decay and still move the weights.
+    """
+
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None  # a training step, which says what is active
+        every = self.param_groups
+        self.param_groups = [group for group in every if group.get("active", True)]
+        try:
+            super().step()
+        finally:
+            self.param_groups = every
+        return loss
+
+
 class CreditModule(LightningModule):
     """Actor, critic and geometry: one loss per minibatch, for the critic or for the policy."""
 
     def __init__(self, recipe: Recipe, agent: Agent):
         super().__init__()
         self.recipe, self.agent = recipe, agent
-        self.sums: dict[str, float] = defaultdict(float)
+        self.sums: dict[str, float] = defaultdict(float)  # over this process's micro-batches
+        self.norms: dict[str, list[float]] = defaultdict(list)  # of each optimizer step, the same on every process
         self.update_started = 0.0
 
     @property
@@ -78,7 +99,7 @@ class CreditModule(LightningModule):
             groups.append(
                 {"params": list(self.agent.critic.parameters()), "lr": training.critic_learning_rate, "name": "critic"}
             )
-        optimizer = torch.optim.AdamW(groups, weight_decay=training.weight_decay)
+        optimizer = PassAdamW(groups, weight_decay=training.weight_decay)
 
         def actor(epoch: int) -> float:
             done = max(0, iteration_of(self.recipe, epoch) - 1) / max(1, training.iterations - 1)
@@ -92,13 +113,15 @@ class CreditModule(LightningModule):
 
     def on_train_epoch_start(self) -> None:
         self.sums.clear()
+        self.norms.clear()
         self.update_started = time.perf_counter()
 
     def training_step(self, batch: Minibatch, batch_index: int) -> torch.Tensor:
         loss = self._critic_loss(batch) if batch.trace is not None else self._policy_loss(batch)
-        return (
-            loss * self.trainer.accumulate_grad_batches
-        )  # the weights already divide by the whole minibatch; Lightning divides again
+        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+            group["active"] = (group["name"] == "critic") == (batch.trace is not None)
+        # The weights divide by the whole minibatch already; Lightning averages over micro-batches, and over processes.
+        return loss * self.recipe.training.micro_batches * Ranks.current().world
 
     def _critic_loss(self, batch: Minibatch) -> torch.Tensor:
         assert (
@@ -111,7 +134,7 @@ class CreditModule(LightningModule):
         per_token = self.agent.critic.head.loss(raw.masked_fill(~batch.mask, 0.0), batch.value_targets)
         loss = (batch.token_weights * per_token).sum()
         self._finite(loss, f"critic '{self.recipe.critic.use}' (loss)")
-        self._count(**{"critic/loss": loss.detach()})
+        self._count(**{"critic/loss": loss.detach(), "critic/batches": torch.ones(())})
         return loss
 
     def _policy_loss(self, batch: Minibatch) -> torch.Tensor:
@@ -122,7 +145,7 @@ class CreditModule(LightningModule):
         loss = (batch.loss_weights * per_token).sum()
         self._finite(loss, f"geometry '{self.recipe.geometry.use}' (loss)")
         means = {f"policy/{name}": (batch.token_weights * value).sum() for name, value in metrics.items()}
-        self._count(**means, **{"policy/loss": loss.detach()})
+        self._count(**means, **{"policy/loss": loss.detach(), "policy/batches": torch.ones(())})
         return loss
 
     def _finite(self, value: torch.Tensor, name: str) -> None:
@@ -140,13 +163,18 @@ class CreditModule(LightningModule):
             if touched:
                 norm = torch.nn.utils.clip_grad_norm_(touched, self.recipe.training.gradient_clip)
                 self._finite(norm, f"{group['name']} (gradient)")
-                self._count(**{f"{group['name']}/gradient_norm": norm, f"{group['name']}/steps": torch.ones(())})
+                self.norms[f"{group['name']}/gradient_norm"].append(float(norm))
 
     def update_metrics(self) -> dict[str, float]:
-        """Means over the epoch's optimizer steps, of the critic and of the policy each."""
-        steps = {"critic": self.sums.get("critic/steps", 0), "policy": self.sums.get("actor/steps", 0)}
-        steps["actor"] = steps["policy"]
+        """Means over the epoch's optimizer steps, of the critic and of the policy each, over all processes."""
+        ranks = Ranks.current()
+        everyone = ranks.gather(dict(self.sums))
+        sums = {name: sum(part[name] for part in everyone) for name in self.sums}
+        each = self.recipe.training.micro_batches * ranks.world  # batches in one optimizer step
         means = {
-            name: total / max(1, steps[name.split("/")[0]]) for name, total in self.sums.items() if not name.endswith("/steps")
+            name: total / (sums[f"{name.split('/')[0]}/batches"] / each)
+            for name, total in sums.items()
+            if not name.endswith("/batches")
         }
-        return means | {"time/update": time.perf_counter() - self.update_started}
+        norms = {name: sum(values) / len(values) for name, values in self.norms.items()}
+        return means | norms | {"time/update": time.perf_counter() - self.update_started}

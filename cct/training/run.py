@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from lightning import Trainer
+from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from rich.console import Console
@@ -24,8 +25,11 @@ from cct.rollout import derive_seed
 
 from .agent import Agent
 from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
-from .collect import Collector, evaluate
+from .collect import Collector
 from .module import CreditModule, RolloutData
+from .ranks import Ranks
+from .rows import evaluate
+from .strategies import strategy_of
 from .warm_start import warm_start
 
 
@@ -57,28 +61,50 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
     return Agent(actor, critic, recipe.generation.temperature), tokenizer, reference
 
 
-def train(recipe: Recipe, folder: Path, *, console: Console, checkpoint: Path | None = None) -> dict[str, float]:
-    """Train into `folder` (from `checkpoint` where given), print the closing table, return the last metrics.
+def start(recipe: Recipe, root: Path, *, console: Console) -> Path | None:
+    """Train into a new folder under `root`, which is returned (None on other processes than the first)."""
+    folder = new_folder(root, recipe.name) if is_first() else None
+    train(recipe, folder, console=console)
+    return folder
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes; the others learn the folder from it."""
+    return (_get_rank() or 0) == 0
+
+
+def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: Path | None = None) -> None:
+    """Train into `folder` (None on other processes than the first), from `checkpoint` where given; print the closing table.
 
     Raises TrainingStopped on NaN or failing evidence; checkpoints taken so far stay.
     """
     _quiet()
+    strategy = strategy_of(recipe.training)
     started = time.perf_counter()
-    (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
-    (folder / "checkpoints").mkdir(exist_ok=True)
-    first = int(checkpoint.stem) if checkpoint else 0
+    loggers: list[Logger] = []
+    if folder is not None:
+        (folder / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        loggers = [
+            JsonLinesLogger(folder / "metrics.jsonl"),
+            _logger(recipe, folder, int(checkpoint.stem) if checkpoint else 0),
+        ]
+    else:
+        console = Console(quiet=True)
     with Display(recipe, console) as display:
         agent, tokenizer, reference = build(recipe, display.warm_start)
         collector = Collector(recipe, agent, tokenizer, reference)
         collector.on_stage = lambda stage: display.show(stage=stage)
         trainer = Trainer(
             max_epochs=recipe.training.critic_warmup + recipe.training.iterations,
-            accumulate_grad_batches=recipe.training.minibatch_size // recipe.training.rows_per_forward,
+            accumulate_grad_batches=recipe.training.micro_batches,
+            gradient_clip_val=recipe.training.gradient_clip,
             reload_dataloaders_every_n_epochs=1,
             use_distributed_sampler=False,
-            strategy=recipe.training.strategy,
+            strategy=strategy,
             devices=recipe.training.devices,
-            logger=[JsonLinesLogger(folder / "metrics.jsonl"), _logger(recipe, folder, first)],
+            num_nodes=recipe.training.nodes,
+            logger=loggers,
             callbacks=[Recorder(recipe, folder, tokenizer, display)],
             default_root_dir=folder,
             enable_checkpointing=False,
@@ -90,17 +116,14 @@ def train(recipe: Recipe, folder: Path, *, console: Console, checkpoint: Path | 
                 CreditModule(recipe, agent), datamodule=RolloutData(recipe, collector), ckpt_path=checkpoint, weights_only=False
             )
         finally:
-            saved = checkpoints(folder)
+            saved = checkpoints(folder) if folder else []
             if saved and int(saved[-1].stem) < recipe.training.iterations:
                 display.say(f"stopped early; go on with: cct run --resume {folder}")
-        display.show(stage="export")
-        agent.actor.save_pretrained(folder / "policy")
-        tokenizer.save_pretrained(folder / "policy")
-    console.print(closing_table(folder, time.perf_counter() - started))
-    return read_metrics(folder)[-1]
+    if folder is not None:
+        console.print(closing_table(folder, time.perf_counter() - started))
 
 
-def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, console: Console) -> dict[str, float]:
+def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, console: Console) -> None:
     """Go on from the newest checkpoint of a run, under its own recipe or a given one.
 
     Events after the checkpoint are dropped from the logs: they are made again. Raises RecipeError where
@@ -118,6 +141,8 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
             f"{folder}: complete, all {recipe.training.iterations} iterations are done; "
             f"`--set training.iterations={2 * reached}` would train on"
         )
+    if not is_first():
+        return train(recipe, None, console=console, checkpoint=saved[-1])
     for change in _changes(load_recipe(folder / "recipe.yaml"), recipe):
         console.print(f"resuming with {change}", highlight=False)
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -128,7 +153,7 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
                 if json.loads(line)["iteration"] <= reached
             ]
             (folder / name).write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    return train(recipe, folder, console=console, checkpoint=saved[-1])
+    train(recipe, folder, console=console, checkpoint=saved[-1])
 
 
 def evaluate_run(folder: Path) -> dict[str, float]:
@@ -140,7 +165,7 @@ def evaluate_run(folder: Path) -> dict[str, float]:
         folder / "recipe.yaml", [f"policy={{use: pretrained, path: {json.dumps(str((folder / 'policy').resolve()))}}}"]
     )
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
-    return evaluate(recipe, actor, tokenizer)
+    return evaluate(recipe, actor, tokenizer, Ranks())
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
