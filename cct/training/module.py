@@ -87,6 +87,8 @@ class CreditModule(LightningModule):
         self.sums: dict[str, float] = defaultdict(float)  # over this process's micro-batches
         self.norms: dict[str, list[float]] = defaultdict(list)  # of each optimizer step, the same on every process
         self.update_started = 0.0
+        parts = {"actor": agent.actor} | ({"critic": agent.critic} if agent.critic is not None else {})
+        self.parameters_of = {name: [p for p in part.parameters() if p.requires_grad] for name, part in parts.items()}
 
     @property
     def iteration(self) -> int:
@@ -94,11 +96,8 @@ class CreditModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         training = self.recipe.training
-        groups = [{"params": list(self.agent.actor.parameters()), "lr": training.learning_rate, "name": "actor"}]
-        if self.agent.critic is not None:
-            groups.append(
-                {"params": list(self.agent.critic.parameters()), "lr": training.critic_learning_rate, "name": "critic"}
-            )
+        rates = {"actor": training.learning_rate, "critic": training.critic_learning_rate}
+        groups = [{"params": params, "lr": rates[name], "name": name} for name, params in self.parameters_of.items()]
         optimizer = PassAdamW(groups, weight_decay=training.weight_decay)
 
         def actor(epoch: int) -> float:
@@ -117,9 +116,13 @@ class CreditModule(LightningModule):
         self.update_started = time.perf_counter()
 
     def training_step(self, batch: Minibatch, batch_index: int) -> torch.Tensor:
-        loss = self._critic_loss(batch) if batch.trace is not None else self._policy_loss(batch)
+        learns = "actor" if batch.trace is None else "critic"
         for group in self.optimizers().param_groups:  # type: ignore[union-attr]
-            group["active"] = (group["name"] == "critic") == (batch.trace is not None)
+            group["active"] = group["name"] == learns
+        for name, parameters in self.parameters_of.items():  # or ZeRO-3 takes the other's last gradients into the norm
+            for parameter in parameters:
+                parameter.requires_grad_(name == learns)
+        loss = self._policy_loss(batch) if learns == "actor" else self._critic_loss(batch)
         # The weights divide by the whole minibatch already; Lightning averages over micro-batches, and over processes.
         return loss * self.recipe.training.micro_batches * Ranks.current().world
 

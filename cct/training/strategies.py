@@ -65,7 +65,7 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
     if not parameters:
         yield
         return
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    with GatheredParameters(parameters):
+    with deepspeed.zero.GatheredParameters(parameters):
         yield
