@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -17,11 +18,16 @@ def main(argv: list[str] | None = None) -> int:
     from cct.recipe import RecipeError
 
     try:
-        return arguments.verb(arguments)
+        code = arguments.verb(arguments)
+        sys.stdout.flush()
+        return code
     except RecipeError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `cct schema | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return 130
 
@@ -79,6 +85,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.recipe is None and arguments.resume is None:
         raise RecipeError("cct run needs a recipe, for example: cct run recipes/compo.yaml")
     recipe = _checked(arguments.recipe, arguments.set) if arguments.recipe else None
+    if arguments.resume is not None and not (arguments.resume / "recipe.yaml").is_file():
+        raise RecipeError(f"{arguments.resume}: not a run folder (no recipe.yaml)")
     if arguments.dry_run:
         assert recipe or arguments.resume
         recipe = recipe or load_recipe(arguments.resume / "recipe.yaml", arguments.set)
@@ -117,7 +125,7 @@ def _checked(path: str, overrides: list[str]):
     try:
         recipe.task.held_out()
         recipe.task.prompts(recipe.seed, 0, 1)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise RecipeError(f"{path}: task '{recipe.task.use}': {error}") from None
     return recipe
 
@@ -172,7 +180,9 @@ def _schema(arguments: argparse.Namespace) -> int:
     import json
 
     from cct.recipe import json_schema, load_recipe
+    from cct.registry import load_entry_points
 
+    load_entry_points()
     if arguments.recipe:
         load_recipe(arguments.recipe)
     print(json.dumps(json_schema(), indent=2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cct.recipe import Recipe, dump_recipe
+from cct.recipe import Recipe, RecipeError, dump_recipe
 
 
 def explain(recipe: Recipe) -> int:
@@ -25,8 +25,12 @@ def parameter_counts(recipe: Recipe) -> dict[str, int]:
     import torch
     from transformers import AutoModelForCausalLM
 
+    try:
+        config = recipe.policy.config(alphabet=recipe.task.alphabet)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"policy '{recipe.policy.use}': {str(error).splitlines()[0]}") from None
     with torch.device("meta"):
-        actor = AutoModelForCausalLM.from_config(recipe.policy.config(alphabet=recipe.task.alphabet))
+        actor = AutoModelForCausalLM.from_config(config)
         counts = {"actor": sum(p.numel() for p in actor.parameters())}
         if recipe.critic is not None:
             critic = recipe.critic.build(actor, recipe.reward_bounds)

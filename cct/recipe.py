@@ -22,7 +22,7 @@ from cct.critic import Critic, critics
 from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries
 from cct.policy import Generation, Policy, engines, policies
-from cct.registry import REGISTRIES, Component, Knobs, Registry, load_entry_points, load_plugin
+from cct.registry import REGISTRIES, Component, Knobs, PluginError, Registry, load_entry_points, load_plugin
 from cct.task import Task, tasks
 from cct.transport import Transport, transports
 
@@ -192,27 +192,52 @@ class Recipe(Knobs):
         return found
 
     @model_validator(mode="after")
-    def _needs_are_met(self) -> Recipe:
-        for place, part in self.parts.items():
-            for need in sorted(part.needs):
-                if not self.providers(need):
-                    raise PydanticCustomError("pairing", "{message}", {"message": self._unmet(place, part, need)})
-        if self.critic is not None and self.reward_bounds[0] >= self.reward_bounds[1]:
-            raise PydanticCustomError("pairing", "all evidence has weight 0, so every reward is the same; give one a weight")
+    def _parts_fit(self) -> Recipe:
+        problems = [
+            (place, self._unmet(part, need))
+            for place, part in self.parts.items()
+            for need in sorted(part.needs)
+            if not self.providers(need)
+        ]
+        if self.reward_bounds[0] >= self.reward_bounds[1]:
+            problems.append(("evidence", "all evidence has weight 0, so every reward is the same; give one a weight"))
+        if self.critic is not None and not any("values" in part.needs for part in self.parts.values()):
+            problems.append(("critic", f"transport '{self.transport.use}' has no use for a critic; set `critic: null`"))
+        if self.critic is None and self.training.critic_warmup:
+            problems.append(("training.critic_warmup", "there is no critic to warm up; set it to 0"))
+        if problems:
+            raise ValidationError.from_exception_data(
+                "Recipe",
+                [
+                    {
+                        "type": PydanticCustomError("pairing", "{message}", {"message": message}),
+                        "loc": tuple(int(key) if key.isdigit() else key for key in place.split(".")),
+                        "input": place,
+                    }
+                    for place, message in problems
+                ],
+            )
         return self
 
     @staticmethod
-    def _unmet(place: str, part: Component, need: str) -> str:
+    def _unmet(part: Component, need: str) -> str:
         if need == "groups":
-            return f"{place} '{part.use}' compares responses to one prompt: set training.responses_per_prompt to 2 or more"
+            return f"'{part.use}' compares responses to one prompt: set training.responses_per_prompt to 2 or more"
         able = [
             f"{axis}: {name}"
             for axis, registry in REGISTRIES.items()
             for name in registry.names()
-            if need in registry[name].model_construct().provides
+            if need in _provided(registry[name])
         ]
         what = f"provided by {', '.join(able)}" if able else "which no registered component provides"
-        return f"{place} '{part.use}' needs {need}, and nothing in this recipe provides it; {what}"
+        return f"'{part.use}' needs {need}, and nothing in this recipe provides it; {what}"
+
+
+def _provided(cls: type[Component]) -> frozenset[str]:
+    try:
+        return cls.model_construct().provides
+    except AttributeError:  # it depends on a knob without default
+        return frozenset()
 
 
 # --- loading ----------------------------------------------------------------------------------
@@ -232,11 +257,17 @@ class _Source:
         def merge(low: Any, high: Any, path: Key) -> Any:
             if isinstance(high, Mapping) and isinstance(low, str) and "use" not in high:
                 low = {"use": low}  # `--set transport.lam=1` over `transport: gae`
-            if isinstance(high, Mapping) and isinstance(low, list) and all(isinstance(k, str) and k.isdigit() for k in high):
-                for key in high:
-                    if int(key) >= len(low):
-                        raise RecipeError(f"{self.mark(path)}{dotted(path)} has {len(low)} entries; there is no number {key}")
-                return [merge(item, high[str(i)], (*path, str(i))) if str(i) in high else item for i, item in enumerate(low)]
+            if (
+                isinstance(high, Mapping)
+                and high
+                and isinstance(low, list)
+                and all(isinstance(k, str) and k.isdecimal() for k in high)
+            ):
+                changed = {int(key): value for key, value in high.items()}
+                for index in changed:
+                    if index >= len(low):
+                        raise RecipeError(f"{self.mark(path)}{dotted(path)} has {len(low)} entries; there is no number {index}")
+                return [merge(item, changed[i], (*path, i)) if i in changed else item for i, item in enumerate(low)]
             same = isinstance(high, Mapping) and isinstance(low, Mapping) and high.get("use", low.get("use")) == low.get("use")
             if same:
                 return {
@@ -270,43 +301,59 @@ def _read_yaml(path: Path) -> _Source:
         raise RecipeError(f"{path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read ({error})") from None
+    marks: dict[Key, str] = {}
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is not None:
+            _walk(root, (), marks, path, ())
+        data = loader.construct_document(root) if root is not None else None
     except yaml.YAMLError as error:
-        line = getattr(getattr(error, "problem_mark", None), "line", None)
-        at = f", line {line + 1}" if line is not None else ""
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        at = f", line {mark.line + 1}" if mark is not None else ""
         raise RecipeError(f"{path}{at}: not YAML ({getattr(error, 'problem', None) or error})") from None
     if not isinstance(data, dict):
         raise RecipeError(
             f"{path}: a recipe is a mapping of sections; found {'nothing' if data is None else type(data).__name__}"
         )
-    marks: dict[Key, str] = {}
-
-    def walk(node: yaml.Node, keys: Key) -> None:
-        if isinstance(node, yaml.MappingNode):
-            seen: set[str] = set()
-            for key, value in node.value:
-                where = f"{path}, line {key.start_mark.line + 1}"
-                if key.value in seen:
-                    raise RecipeError(f"{where}: the key '{dotted((*keys, key.value))}' stands twice")
-                seen.add(key.value)
-                marks[(*keys, key.value)] = where
-                walk(value, (*keys, key.value))
-        elif isinstance(node, yaml.SequenceNode):
-            for index, item in enumerate(node.value):
-                marks[(*keys, index)] = f"{path}, line {item.start_mark.line + 1}"
-                walk(item, (*keys, index))
-
-    assert root is not None
-    walk(root, ())
     return _Source(data, marks)
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML whose odd values are errors with a line: `2024-13-45` looks like a date and is none."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise yaml.MarkedYAMLError(
+                problem=f"{node.value!r}: {error}; quote it if it is a text", problem_mark=node.start_mark
+            ) from None
+
+
+def _walk(node: yaml.Node, keys: Key, marks: dict[Key, str], path: Path, above: tuple[yaml.Node, ...]) -> None:
+    """Mark where each key path was written. Raises RecipeError where a key stands twice or a node holds itself."""
+    if any(node is outer for outer in above):
+        raise RecipeError(f"{path}, line {node.start_mark.line + 1}: {dotted(keys)} holds itself")
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            where = f"{path}, line {key.start_mark.line + 1}"
+            if not isinstance(key, yaml.ScalarNode):
+                raise RecipeError(f"{where}: not YAML that a recipe can hold (a key must be a name)")
+            if key.value in seen:
+                raise RecipeError(f"{where}: the key '{dotted((*keys, key.value))}' stands twice")
+            seen.add(key.value)
+            marks[(*keys, key.value)] = where
+            _walk(value, (*keys, key.value), marks, path, (*above, node))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            marks[(*keys, index)] = f"{path}, line {item.start_mark.line + 1}"
+            _walk(item, (*keys, index), marks, path, (*above, node))
+
+
 def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> _Source:
-    if path.resolve() in above:
-        raise RecipeError(f"{path}: bases go round in a circle: {' -> '.join(p.name for p in (*above, path))}")
-    source = _read_yaml(path)
+    source, above = _read_yaml(path), (*above, path.resolve())
     if isinstance(source.data.get("plugins"), list):  # relative to the file that names them
         source.data["plugins"] = [_absolute_plugin(entry, path.parent) for entry in source.data["plugins"]]
     base = source.data.pop("base", None)
@@ -317,7 +364,11 @@ def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> _Source:
     target = path.parent / base
     if not target.is_file():
         raise RecipeError(f"{source.mark(('base',))}base: {target}: no such file")
-    return source.lay_over(_with_bases(target, (*above, path.resolve())))
+    if target.resolve() in above:
+        raise RecipeError(
+            f"{source.mark(('base',))}bases go round in a circle: {' -> '.join(p.name for p in (*above, target))}"
+        )
+    return source.lay_over(_with_bases(target, above))
 
 
 def _absolute_plugin(entry: Any, folder: Path) -> Any:
@@ -334,11 +385,13 @@ def _override(text: str) -> _Source:
         raise RecipeError(f"--set {text}: expected a.b=value, for example --set training.iterations=10")
     try:
         data: Any = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"--set {text}: the value is not YAML ({getattr(error, 'problem', error)})") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date or a number and is none
+        raise RecipeError(
+            f"--set {text}: the value is not YAML ({getattr(error, 'problem', None) or error}); quote it"
+        ) from None
     for name in reversed(keys):
         data = {name: data}
-    path = tuple(int(k) if k.isdigit() else k for k in keys)
+    path = tuple(int(k) if k.isdecimal() else k for k in keys)
     return _Source(data, {path[: i + 1]: f"--set {text}" for i in range(len(path))})
 
 
@@ -356,11 +409,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         return Recipe.model_validate(source.data)
     except ValidationError as error:
-        raise RecipeError(*(_describe(problem, source, Path(path)) for problem in error.errors())) from None
+        raise RecipeError(*(_describe(problem, source, Path(path)) for problem in _joined(error.errors()))) from None
 
 
 def _import_plugins(source: _Source) -> list[dict[str, Any]]:
-    entries = source.data.get("plugins") or []
+    entries = source.data.get("plugins")
+    entries = [] if entries is None else entries
     if not isinstance(entries, list):
         raise RecipeError(f"{source.mark(('plugins',))}plugins must be a list of files or modules; found {entries!r}")
     loaded = []
@@ -368,23 +422,33 @@ def _import_plugins(source: _Source) -> list[dict[str, Any]]:
         where = source.mark(("plugins", index))
         try:
             plugin = Plugin.model_validate({"path": entry} if isinstance(entry, str) else entry)
-        except ValidationError:
-            raise RecipeError(f"{where}a plug-in is a path or module name; found {entry!r}") from None
+        except ValidationError as error:
+            raise RecipeError(
+                f"{where}a plug-in is a path or module name; found {entry!r} ({error.errors()[0]['msg']})"
+            ) from None
         try:
-            digest = load_plugin(plugin.path, Path.cwd())
-        except FileNotFoundError as error:
+            digest = load_plugin(plugin.path, Path.cwd(), plugin.sha256)
+        except PluginError as error:
             raise RecipeError(f"{where}{error}") from None
         except Exception as error:
             error.add_note(f"{where}plug-in {plugin.path} failed to import")
             raise
-        if plugin.sha256 and plugin.sha256 != digest:
-            raise RecipeError(
-                f"{where}plug-in {plugin.path} has changed (SHA-256 {str(digest)[:12]}..., "
-                f"the recipe says {plugin.sha256[:12]}...); "
-                "restore it, or remove `sha256` to take it as it is"
-            )
         loaded.append({"path": plugin.path, "sha256": digest})
     return loaded
+
+
+def _joined(problems: Sequence[Any]) -> list[Any]:
+    """Pydantic reports each branch of a union by itself, with the branch in the key path; here they are one problem."""
+    found: list[Any] = []
+    branches: dict[tuple[str | int, ...], Any] = {}
+    for problem in problems:
+        keys = tuple(key for key in problem["loc"] if not (isinstance(key, str) and "[" in key))
+        if keys != problem["loc"] and keys in branches:
+            branches[keys]["msg"] += ", or " + problem["msg"].removeprefix("Input should be ")
+        else:
+            found.append(problem | {"loc": keys})
+            branches[keys] = found[-1]
+    return found
 
 
 def _describe(problem: Any, source: _Source, path: Path) -> str:
@@ -434,7 +498,7 @@ def json_schema() -> dict[str, Any]:
     schema["$defs"] |= {axis: registry.json_schema() for axis, registry in REGISTRIES.items()}
     schema["properties"]["base"] = {"type": "string", "description": "Recipe file that this one is laid over."}
     schema["properties"]["plugins"]["items"] = {"anyOf": [{"type": "string"}, schema["properties"]["plugins"]["items"]]}
-    schema["required"] = ["name"]  # the rest may stand in a base
+    schema.pop("required")  # any key may stand in a base
 
     def refer(node: Any) -> Any:
         if isinstance(node, dict):

@@ -28,6 +28,7 @@ from pydantic import (
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ModelWrapValidatorHandler,
     ValidationError,
     model_serializer,
     model_validator,
@@ -40,25 +41,35 @@ class Knobs(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _know_every_key(cls, data: Any) -> Any:
-        unknown = [key for key in data if key not in cls.model_fields] if isinstance(data, dict) else []
-        if unknown:
-            raise ValidationError.from_exception_data(
-                cls.__name__,
-                [
-                    {
-                        "type": PydanticCustomError(
-                            "unknown_key", "{message}", {"message": _did_you_mean("key", str(key), cls.model_fields)}
-                        ),
-                        "loc": (key,),
-                        "input": data[key],
-                    }
-                    for key in unknown
-                ],
-            )
-        return data
+    def _know_every_key(cls, data: Any, handler: ModelWrapValidatorHandler) -> Any:
+        """An unknown key gets a guess, and hides no other problem; true and false are no numbers."""
+        if not isinstance(data, dict):
+            return handler(data)
+        problems: list[Any] = []
+        for key, value in data.items():
+            if key not in cls.model_fields:
+                message = _did_you_mean("key", str(key), cls.model_fields)
+                problems.append({"type": _error("unknown_key", message), "loc": (str(key),), "input": value})
+            elif isinstance(value, bool) and cls.model_fields[key].annotation in (int, float, int | None, float | None):
+                problems.append({"type": _error("number", "input should be a number"), "loc": (key,), "input": value})
+        bad = {problem["loc"][0] for problem in problems}
+        try:
+            read = handler({key: value for key, value in data.items() if str(key) not in bad})
+        except ValidationError as error:
+            problems += [
+                {"type": _error(e["type"], e["msg"]), "loc": e["loc"], "input": e["input"]}
+                for e in error.errors()
+                if not (e["type"] == "missing" and e["loc"][0] in bad)
+            ]
+        if problems:
+            raise ValidationError.from_exception_data(cls.__name__, problems)
+        return read
+
+
+def _error(kind: str, message: str) -> PydanticCustomError:
+    return PydanticCustomError(kind, "{message}", {"message": message})  # type: ignore[arg-type]
 
 
 def _did_you_mean(kind: str, name: str, known: Iterable[str]) -> str:
@@ -95,7 +106,10 @@ class Component(Knobs):
     @classmethod
     def where(cls) -> tuple[Path, int]:
         """File and line of the definition."""
-        return Path(inspect.getsourcefile(cls) or "?"), inspect.getsourcelines(cls)[1]
+        try:
+            return Path(inspect.getsourcefile(cls) or "?"), inspect.getsourcelines(cls)[1]
+        except (OSError, TypeError):  # typed into a console
+            return Path("?"), 0
 
 
 C = TypeVar("C", bound=Component)
@@ -117,15 +131,18 @@ class Registry(Generic[C]):
     def register(self, name: str):
         """Class decorator. Raises ValueError where the name is taken or the class is of another axis."""
 
+        if not isinstance(name, str) or not name:
+            raise ValueError(f'the name of a {self.axis} is a text, @register("my_name"); got {name!r}')
+
         def add(cls: type[C]) -> type[C]:
-            if not issubclass(cls, self.base):
+            if not (isinstance(cls, type) and issubclass(cls, self.base)):
                 raise ValueError(f"{cls.__qualname__} is not a {self.base.__name__}; the {self.axis} registry takes no other")
             if cls.__dict__.get("use"):
                 raise ValueError(f"{cls.__qualname__} is already registered as '{cls.use}'")
             if name in self._classes:
                 path, line = self._classes[name].where()
                 raise ValueError(f"{self.axis} '{name}' is already registered at {path}:{line}; choose another name")
-            if not cls.summary() or cls.summary() == self.base.summary():
+            if not (cls.__dict__.get("__doc__") or "").strip():
                 raise ValueError(f"{self.axis} '{name}' has no docstring; its first line is what `cct ls` prints")
             cls.use = name
             self._classes[name] = cls
@@ -174,7 +191,7 @@ class Registry(Generic[C]):
             part = cls.model_json_schema()
             defined = {key: value for key, value in part.pop("$defs", {}).items()}
             required = part.pop("required", [])
-            part |= {"title": name, "description": cls.summary(), "required": ["use", *required]}
+            part |= {"title": name, "description": cls.summary()}  # nothing is required: the rest may stand in a base
             part["properties"] = {"use": {"const": name}, **part.get("properties", {})}
             options.append(_inline(part, defined))
             if not required:
@@ -194,35 +211,67 @@ def _inline(schema: Any, defined: dict[str, Any]) -> Any:
 
 
 # --- plug-ins ---------------------------------------------------------------------------------
-def load_plugin(name: str, folder: Path) -> str | None:
+class PluginError(ValueError):
+    """A plug-in that is not there, or not the one that was meant; its own errors pass as they are."""
+
+
+def load_plugin(name: str, folder: Path, expected: str | None = None) -> str | None:
     """Import `./file.py` (relative to `folder`) or an installed `package.module`; returns the file's SHA-256.
 
-    An error of the plug-in itself passes through with its own traceback. FileNotFoundError where the
-    file is missing.
+    expected: the SHA-256 it must have, or it is not run. Raises PluginError where it is missing or
+    another. An error of the plug-in itself passes through with its own traceback.
     """
-    if name.endswith(".py"):
-        path = (folder / name).resolve()
-        if not path.is_file():
-            raise FileNotFoundError(f"plug-in {name} not found at {path}")
-        digest = sha256(path.read_bytes()).hexdigest()
-        module_name = f"cct_plugin_{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
-        if module_name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(module_name, path)
-            assert spec and spec.loader
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[module_name] = module
-            try:
-                spec.loader.exec_module(module)
-            except BaseException:
-                del sys.modules[module_name]
-                raise
-        return digest
-    file = getattr(importlib.import_module(name), "__file__", None)
-    return sha256(Path(file).read_bytes()).hexdigest() if file else None
+    is_file = name.endswith(".py")
+    path = (folder / name).resolve() if is_file else _module_file(name)
+    if path and not path.is_file():
+        raise PluginError(f"plug-in {name} not found at {path}")
+    digest = sha256(path.read_bytes()).hexdigest() if path else None
+    if expected and (digest or "").lower() != expected.lower():
+        raise PluginError(
+            f"plug-in {name} has changed (SHA-256 {str(digest)[:12]}..., the recipe says {expected[:12]}...); "
+            "restore it, or remove `sha256` to take it as it is"
+        )
+    if is_file:
+        assert path
+        _run_file(path)
+    else:
+        importlib.import_module(name)
+    return digest
+
+
+def _run_file(path: Path) -> None:
+    if any(getattr(module, "__file__", None) == str(path) for module in list(sys.modules.values())):
+        return  # here already, as a plug-in or imported by hand
+    module_name = f"cct_plugin_{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+
+
+def _module_file(name: str) -> Path | None:
+    """Where an installed module would be imported from; None where it has no file."""
+    named = name and not name.startswith(".") and "/" not in name
+    spec = importlib.util.find_spec(name) if named and importlib.util.find_spec(name.split(".")[0]) else None
+    if spec is None:
+        raise PluginError(f"plug-in '{name}': no such module is installed; a file is named with its ending, ./my_plugin.py")
+    return Path(spec.origin) if spec.origin and Path(spec.origin).is_file() else None
 
 
 def load_entry_points() -> None:
     """Import the components that installed packages announce under `cct.<axis>`."""
     for axis in REGISTRIES:
         for entry in entry_points(group=f"cct.{axis}"):
-            entry.load()
+            try:
+                entry.load()
+            except Exception as error:
+                package = entry.dist.name if entry.dist else "?"
+                error.add_note(
+                    f"entry point {entry.name} = {entry.value} (cct.{axis}) of the installed package {package} failed to import"
+                )
+                raise

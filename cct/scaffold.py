@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
+import re
 from pathlib import Path
 
+import yaml
+
 from cct.recipe import RecipeError
+from cct.registry import load_entry_points
 
 TRANSPORT = '''"""A transport of my own."""
 
@@ -95,15 +100,21 @@ def new_transport(name: str, folder: Path) -> list[Path]:
     """Write NAME.py, NAME.yaml and test_NAME.py. Raises RecipeError on a bad name; never overwrites."""
     from cct.transport import transports
 
-    if not name.isidentifier() or keyword.iskeyword(name):
-        raise RecipeError(f"'{name}' cannot be a Python module; use letters, digits and underscores, for example half_life")
+    as_text = isinstance(yaml.safe_load(name), str) if re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII) else False
+    if not as_text or keyword.iskeyword(name):
+        raise RecipeError(
+            f"'{name}' cannot name a module and a recipe; use letters, digits, underscores, for example half_life"
+        )
+    load_entry_points()
     if name in transports.names():
         raise RecipeError(f"transport '{name}' exists already; choose another name")
-    cls = "".join(word.capitalize() for word in name.split("_")) or "Mine"
+    cls = "".join(word.capitalize() for word in name.split("_")) + "Transport"
     texts = {f"{name}.py": TRANSPORT, f"{name}.yaml": RECIPE, f"test_{name}.py": TEST}
     for file in texts:
         if (folder / file).exists():
             raise RecipeError(f"{folder / file} exists already; nothing was written")
+    if name.startswith("test_") or name == "conftest" or importlib.util.find_spec(name) is not None:
+        raise RecipeError(f"'{name}' is a module that pytest or Python would import in its place; choose another name")
     for file, text in texts.items():
         (folder / file).write_text(text.format(name=name, cls=cls), encoding="utf-8")
     return [folder / file for file in texts]

@@ -10,16 +10,29 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; no tes
 import pytest
 import torch
 from hypothesis import settings
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from cct.policy.attention import tappable
+from cct.policy import tappable
 from cct.rollout import Rollout
 
 torch.set_num_threads(1)
 settings.register_profile("cct", deadline=None, max_examples=40, derandomize=True, database=None)
 settings.load_profile("cct")
 
-MODELS = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+MODELS = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    # Positions are learnt, so that a model shifted by padding is another one; rotary ones only know distances.
+    "opt": (OPTConfig, OPTForCausalLM, {"ffn_dim": 40, "word_embed_proj_dim": 32, "init_std": 0.3, "num_key_value_heads": 4}),
+}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -69,17 +82,27 @@ def make_rollout(rows: int = 6, width: int = 9, prompt: int = 4, *, seed: int = 
     return base.replace(**fields)
 
 
-def tiny_model(family: str = "qwen3", *, layers: int = 3, heads: int = 4, kv_heads: int = 2, seed: int = 0, **config) -> PreTrainedModel:
+def tiny_model(
+    family: str = "qwen3", *, layers: int = 3, heads: int = 4, kv_heads: int = 2, seed: int = 0, **config
+) -> PreTrainedModel:
     """A random model whose attention is far from uniform and can be tapped."""
-    make_config, make = MODELS[family]
+    make_config, make, its_own = MODELS[family]
     torch.manual_seed(seed)
-    model = make(
-        make_config(
-            vocab_size=20, hidden_size=32, intermediate_size=40, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=kv_heads, head_dim=8, max_position_embeddings=128, initializer_range=0.3, pad_token_id=0,
-            eos_token_id=1, bos_token_id=None, **config,
-        )
-    )
+    common = {
+        "vocab_size": 20,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    model = make(make_config(**(common | its_own | config)))
     return tappable(model.eval())
 
 
@@ -90,7 +113,9 @@ def eager_twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def padded(prompts: list[list[int]], responses: list[list[int]], *, left: int = 0, right: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
+def padded(
+    prompts: list[list[int]], responses: list[list[int]], *, left: int = 0, right: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """input_ids, attention_mask and response width; prompts padded on the left, responses on the right.
 
     left, right: padding beyond what the longest needs.

@@ -62,8 +62,17 @@ def reference(rewards, values, mask, gamma, lam, lam_value, bootstrap, gap) -> t
 def draw(seed: int, rows: int, length: int, dtype=torch.float32):
     """Random rewards, values, mask, gamma, lam, lam_value (all [B, T]) and bootstrap [B]."""
     generator = torch.Generator().manual_seed(seed)
-    rand = lambda *shape: torch.rand(*shape, generator=generator, dtype=dtype)  # noqa: E731
-    return rand(rows, length) - 0.5, rand(rows, length), rand(rows, length) < 0.7, *(0.5 + rand(rows, length) / 2 for _ in range(3)), rand(rows)
+
+    def rand(*shape):
+        return torch.rand(*shape, generator=generator, dtype=dtype)
+
+    return (
+        rand(rows, length) - 0.5,
+        rand(rows, length),
+        rand(rows, length) < 0.7,
+        *(0.5 + rand(rows, length) / 2 for _ in range(3)),
+        rand(rows),
+    )
 
 
 # --- numbers by hand ------------------------------------------------------------------------------
@@ -88,7 +97,10 @@ def test_golden_case_with_a_gap(gap, expected):
 def test_targets_by_hand():
     rewards, values, gamma = T([0, 1, 2]), T([0.5, 0.25, 1]), T([0.5, 1, 0.1])
     ones = make_mask("111")
-    targets = lambda lam_value: gated_gae(rewards, values, ones, gamma=gamma, lam=0.3, lam_value=lam_value, bootstrap=torch.tensor([10.0]))[1]  # noqa: E731
+
+    def targets(lam_value):
+        return gated_gae(rewards, values, ones, gamma=gamma, lam=0.3, lam_value=lam_value, bootstrap=torch.tensor([10.0]))[1]
+
     assert_close(targets(1.0), T([2.0, 4, 3]))  # 2 + .1*10 = 3;  1 + 1*3 = 4;  0 + .5*4 = 2
     assert_close(targets(0.0), T([0.125, 2, 3]))  # one step ahead only: 3;  1 + 1*1 = 2;  .5*.25
     assert_close(targets(0.5), T([0.8125, 3, 3]))  # 3;  1 + (1 + 3)/2 = 3;  .5*(.25 + 3)/2
@@ -126,7 +138,9 @@ def test_a_critic_that_fits_the_target_has_no_advantage_left():
 
 # --- oracles --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("gap", GAPS)
-@pytest.mark.parametrize("rows, length", [(1, 1), (2, 63), (2, 64), (2, 65), (3, 130), (1, 1000), (300, 7), (256, 70), (255, 65)])
+@pytest.mark.parametrize(
+    "rows, length", [(1, 1), (2, 63), (2, 64), (2, 65), (3, 130), (1, 1000), (300, 7), (256, 70), (255, 65)]
+)
 def test_equals_the_definition_as_a_loop(rows, length, gap):
     rewards, values, mask, gamma, lam, lam_value, bootstrap = draw(length, rows, length)
     step = torch.where(mask, torch.arange(length), 0).cummax(1).values  # knobs in a gap: those of the step before it
@@ -137,10 +151,19 @@ def test_equals_the_definition_as_a_loop(rows, length, gap):
         assert_close(result.double(), expected, atol=2e-6, rtol=2e-6)
 
 
-@given(seed=st.integers(0, 10**6), rows=st.integers(1, 5), length=st.integers(1, 90), gap=st.sampled_from(GAPS), lam_value=st.sampled_from([0.0, 0.5, 1.0]))
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 5),
+    length=st.integers(1, 90),
+    gap=st.sampled_from(GAPS),
+    lam_value=st.sampled_from([0.0, 0.5, 1.0]),
+)
 def test_equals_the_definition_for_any_mask(seed, rows, length, gap, lam_value):
     rewards, values, mask, *_, bootstrap = draw(seed, rows, length, torch.float64)
-    whole = lambda knob: torch.full_like(values, knob)  # noqa: E731
+
+    def whole(knob):
+        return torch.full_like(values, knob)
+
     got = gated_gae(rewards, values, mask, gamma=0.9, lam=0.8, lam_value=lam_value, bootstrap=bootstrap, gap=gap)
     want = reference(rewards, values, mask, whole(0.9), whole(0.8), whole(lam_value), bootstrap, gap)
     assert_close(got, want, atol=1e-12, rtol=1e-12)
@@ -149,7 +172,7 @@ def test_equals_the_definition_for_any_mask(seed, rows, length, gap, lam_value):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("per_token_lam", [False, True])
 def test_equals_torchrl(seed, per_token_lam):
-    """The responses one after the other in torchrl's stream: `done` at their ends, `terminated` where they ended by themselves."""
+    """The responses in one stream of torchrl's: `done` at their ends, `terminated` where they ended by themselves."""
     rewards, values, _, gamma, lam, _, after = draw(seed, 5, 40, torch.float64)
     lengths = torch.tensor([40, 1, 17, 40, 2]) - seed % 2 * torch.tensor([7, 0, 3, 0, 1])
     mask = torch.arange(40) < lengths.unsqueeze(1)
@@ -159,23 +182,40 @@ def test_equals_torchrl(seed, per_token_lam):
     got = gated_gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)[0]
 
     is_last = torch.arange(40) == lengths.unsqueeze(1) - 1
-    next_values = torch.where(is_last, after.unsqueeze(1), torch.cat([values[:, 1:], torch.zeros(5, 1)], 1))  # not 0 where terminated
-    stream = lambda x: x[mask].view(1, -1, 1)  # noqa: E731
+    next_values = torch.where(
+        is_last, after.unsqueeze(1), torch.cat([values[:, 1:], torch.zeros(5, 1)], 1)
+    )  # not 0 where terminated
+
+    def stream(x):
+        return x[mask].view(1, -1, 1)
+
     expected, _ = generalized_advantage_estimate(
-        stream(gamma), stream(lam) if per_token_lam else lam, stream(values), stream(next_values), stream(rewards),
-        done=stream(is_last), terminated=stream(is_last & ~truncated.unsqueeze(1)),
+        stream(gamma),
+        stream(lam) if per_token_lam else lam,
+        stream(values),
+        stream(next_values),
+        stream(rewards),
+        done=stream(is_last),
+        terminated=stream(is_last & ~truncated.unsqueeze(1)),
     )
     assert_close(stream(got), expected)
     one = gated_gae(rewards, values, mask, gamma=gamma, lam=1.0, bootstrap=bootstrap)[1]
     targets = generalized_advantage_estimate(
-        stream(gamma), 1.0, stream(values), stream(next_values), stream(rewards),
-        done=stream(is_last), terminated=stream(is_last & ~truncated.unsqueeze(1)),
+        stream(gamma),
+        1.0,
+        stream(values),
+        stream(next_values),
+        stream(rewards),
+        done=stream(is_last),
+        terminated=stream(is_last & ~truncated.unsqueeze(1)),
     )[1]
     assert_close(stream(one), targets)
 
 
 # --- scan -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("rows, length", [(1, 1), (1, 63), (3, 64), (3, 65), (2, 128), (2, 129), (1, 1000), (255, 65), (256, 65), (300, 3), (512, 1)])
+@pytest.mark.parametrize(
+    "rows, length", [(1, 1), (1, 63), (3, 64), (3, 65), (2, 128), (2, 129), (1, 1000), (255, 65), (256, 65), (300, 3), (512, 1)]
+)
 def test_scan_equals_a_loop(rows, length):
     generator = torch.Generator().manual_seed(length)
     a = torch.randn(rows, length, generator=generator)
@@ -206,7 +246,10 @@ def test_scan_stops_exactly_at_zero():
 @pytest.mark.parametrize("length", [9, 130])
 def test_whatever_stands_at_a_masked_position_changes_nothing(gap, noise, length):
     rewards, values, mask, _, _, _, bootstrap = draw(3, 4, length)
-    run = lambda r, v: gated_gae(r, v, mask, gamma=0.9, lam=0.8, lam_value=0.5, bootstrap=bootstrap, gap=gap)  # noqa: E731
+
+    def run(r, v):
+        return gated_gae(r, v, mask, gamma=0.9, lam=0.8, lam_value=0.5, bootstrap=bootstrap, gap=gap)
+
     clean, noisy = run(rewards, values), run(rewards.where(mask, noise), values.where(mask, noise))
     for a, b in zip(clean, noisy, strict=True):
         assert torch.equal(a, b) and a[~mask].eq(0).all()
@@ -216,7 +259,10 @@ def test_whatever_stands_at_a_masked_position_changes_nothing(gap, noise, length
 @pytest.mark.parametrize("noise", [NAN, INF, 1e30, 0.0, -3.0])
 def test_gates_at_masked_positions_change_nothing(gap, noise):
     rewards, values, mask, gamma, lam, lam_value, bootstrap = draw(4, 4, 40)
-    run = lambda *knobs: gated_gae(rewards, values, mask, gamma=knobs[0], lam=knobs[1], lam_value=knobs[2], bootstrap=bootstrap, gap=gap)  # noqa: E731
+
+    def run(*knobs):
+        return gated_gae(rewards, values, mask, gamma=knobs[0], lam=knobs[1], lam_value=knobs[2], bootstrap=bootstrap, gap=gap)
+
     clean, noisy = run(gamma, lam, lam_value), run(*(x.where(mask, noise) for x in (gamma, lam, lam_value)))
     for a, b in zip(clean, noisy, strict=True):
         assert torch.equal(a, b)
@@ -226,10 +272,19 @@ def test_gates_at_masked_positions_change_nothing(gap, noise):
 def test_a_gap_equals_the_response_without_it(seed, length):
     rewards, values, mask, gamma, lam, lam_value, bootstrap = draw(seed, 1, length)
     mask[0, seed % length] = True
-    shut = lambda x: x[mask].unsqueeze(0)  # noqa: E731
+
+    def shut(x):
+        return x[mask].unsqueeze(0)
+
     with_gap = gated_gae(rewards, values, mask, gamma=gamma, lam=lam, lam_value=lam_value, bootstrap=bootstrap)
     without = gated_gae(
-        shut(rewards), shut(values), shut(mask), gamma=shut(gamma), lam=shut(lam), lam_value=shut(lam_value), bootstrap=bootstrap
+        shut(rewards),
+        shut(values),
+        shut(mask),
+        gamma=shut(gamma),
+        lam=shut(lam),
+        lam_value=shut(lam_value),
+        bootstrap=bootstrap,
     )
     for a, b in zip(with_gap, without, strict=True):
         assert torch.equal(shut(a), b)
@@ -239,8 +294,13 @@ def test_a_gap_equals_the_response_without_it(seed, length):
 @pytest.mark.parametrize("left, right", [(0, 5), (5, 0), (3, 70), (100, 0)])
 def test_padding_changes_nothing(gap, left, right):
     rewards, values, mask, *_, bootstrap = draw(5, 3, 30)
-    pad = lambda x, value: torch.nn.functional.pad(x, (left, right), value=value)  # noqa: E731
-    run = lambda r, v, m: gated_gae(r, v, m, gamma=0.95, lam=0.9, bootstrap=bootstrap, gap=gap)  # noqa: E731
+
+    def pad(x, value):
+        return torch.nn.functional.pad(x, (left, right), value=value)
+
+    def run(r, v, m):
+        return gated_gae(r, v, m, gamma=0.95, lam=0.9, bootstrap=bootstrap, gap=gap)
+
     for short, long in zip(run(rewards, values, mask), run(pad(rewards, 7.0), pad(values, 8.0), pad(mask, False)), strict=True):
         assert_close(long, pad(short, 0.0), atol=1e-6, rtol=1e-6)
 
@@ -248,9 +308,12 @@ def test_padding_changes_nothing(gap, left, right):
 @given(seed=st.integers(0, 10**6), rows=st.integers(2, 6), length=st.sampled_from([1, 20, 90]))
 def test_rows_do_not_know_each_other(seed, rows, length):
     rewards, values, mask, gamma, lam, lam_value, bootstrap = draw(seed, rows, length)
-    run = lambda i: gated_gae(  # noqa: E731
-        rewards[i], values[i], mask[i], gamma=gamma[i], lam=lam[i], lam_value=lam_value[i], bootstrap=bootstrap[i]
-    )
+
+    def run(i):
+        return gated_gae(
+            rewards[i], values[i], mask[i], gamma=gamma[i], lam=lam[i], lam_value=lam_value[i], bootstrap=bootstrap[i]
+        )
+
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
     for whole, permuted in zip(run(slice(None)), run(order), strict=True):
         assert torch.equal(whole[order], permuted)
@@ -261,7 +324,10 @@ def test_credit_flows_backwards_only(gap):
     rewards, values, _, gamma, lam, *_ = draw(6, 2, 100)
     mask = torch.ones(2, 100, dtype=torch.bool)
     mask[:, 40:45] = False
-    run = lambda r, v, g: gated_gae(r, v, mask, gamma=g, lam=lam, gap=gap)  # noqa: E731
+
+    def run(r, v, g):
+        return gated_gae(r, v, mask, gamma=g, lam=lam, gap=gap)
+
     clean = run(rewards, values, gamma)
     earlier = torch.arange(100) < 60
     changed = run(rewards + earlier, values + earlier, gamma * (1 - 0.5 * earlier))
@@ -277,7 +343,10 @@ def test_a_response_cut_by_the_length_limit_bootstraps_and_another_does_not():
 
 def test_without_bootstrap_the_value_after_the_last_token_is_zero():
     rewards, values, mask, *_ = draw(7, 3, 12)
-    run = lambda bootstrap: gated_gae(rewards, values, mask, gamma=0.9, lam=0.8, bootstrap=bootstrap)[0]  # noqa: E731
+
+    def run(bootstrap):
+        return gated_gae(rewards, values, mask, gamma=0.9, lam=0.8, bootstrap=bootstrap)[0]
+
     assert torch.equal(run(None), run(torch.zeros(3)))
 
 
@@ -320,15 +389,26 @@ def test_neither_advantages_nor_targets_carry_a_gradient():
 @pytest.mark.parametrize(
     "change",
     [
-        {"values": torch.zeros(2, 4)}, {"mask": torch.ones(2, 4, dtype=torch.bool)}, {"rewards": torch.zeros(3)},
-        {"gamma": torch.ones(2, 1)}, {"gamma": torch.ones(3)}, {"lam": torch.ones(3, 2)}, {"lam_value": torch.ones(2)},
-        {"bootstrap": torch.zeros(3)}, {"bootstrap": torch.zeros(2, 1)}, {"gap": "skip"},
+        {"values": torch.zeros(2, 4)},
+        {"mask": torch.ones(2, 4, dtype=torch.bool)},
+        {"rewards": torch.zeros(3)},
+        {"gamma": torch.ones(2, 1)},
+        {"gamma": torch.ones(3)},
+        {"lam": torch.ones(3, 2)},
+        {"lam_value": torch.ones(2)},
+        {"bootstrap": torch.zeros(3)},
+        {"bootstrap": torch.zeros(2, 1)},
+        {"gap": "skip"},
     ],
     ids=lambda change: "-".join(change),
 )
 def test_wrong_shapes_and_names_are_refused(change):
     right = {
-        "rewards": torch.zeros(2, 3), "values": torch.zeros(2, 3), "mask": torch.ones(2, 3, dtype=torch.bool), "gamma": 0.9, "lam": 0.9
+        "rewards": torch.zeros(2, 3),
+        "values": torch.zeros(2, 3),
+        "mask": torch.ones(2, 3, dtype=torch.bool),
+        "gamma": 0.9,
+        "lam": 0.9,
     }
     with pytest.raises(ValueError):
         gated_gae(**(right | change))
@@ -355,7 +435,9 @@ def test_gae_does_what_its_knobs_say():
     )
     assert torch.equal(credit.advantages, expected[0]) and torch.equal(credit.value_targets, expected[1])
     whitened = transports["gae"](gamma=0.9, lam=0.7, lam_value=0.4, gap="cut", whiten=True)(rollout)
-    assert torch.equal(whitened.advantages, whiten(expected[0], rollout.mask)) and torch.equal(whitened.value_targets, expected[1])
+    assert torch.equal(whitened.advantages, whiten(expected[0], rollout.mask)) and torch.equal(
+        whitened.value_targets, expected[1]
+    )
 
 
 # --- GRPO -----------------------------------------------------------------------------------------
@@ -365,8 +447,11 @@ def test_group_advantage_by_hand():
     assert_close(group_advantage(scores, groups, std=False), torch.tensor([0.5, -0.5, -0.5, 0.5, -1, 1]))
     assert_close(
         group_advantage(scores, groups),
-        torch.tensor([0.5 / deviation, -0.5 / deviation, -0.5 / deviation, 0.5 / deviation, -1 / math.sqrt(2), 1 / math.sqrt(2)]),
-        atol=1e-5, rtol=0,
+        torch.tensor(
+            [0.5 / deviation, -0.5 / deviation, -0.5 / deviation, 0.5 / deviation, -1 / math.sqrt(2), 1 / math.sqrt(2)]
+        ),
+        atol=1e-5,
+        rtol=0,
     )
     assert_close(group_advantage(scores, groups, eps=1.0)[4:], torch.tensor([-1, 1]) / (1 + math.sqrt(2)))
 
@@ -382,7 +467,9 @@ def test_a_group_of_one_gets_nothing(std):
 @pytest.mark.parametrize("score", [0.1, 0.3, 1 / 3, -2.7, 1e-3, 12345.678, 0.0])
 @pytest.mark.parametrize("size", [2, 3, 7, 16])
 def test_equal_scores_get_exactly_nothing(std, score, size):
-    assert torch.equal(group_advantage(torch.full((size,), score), torch.zeros(size, dtype=torch.long), std=std), torch.zeros(size))
+    assert torch.equal(
+        group_advantage(torch.full((size,), score), torch.zeros(size, dtype=torch.long), std=std), torch.zeros(size)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -397,7 +484,12 @@ def test_scores_equal_up_to_rounding_get_exactly_nothing(dtype, parts, whole):
 
 
 def test_a_small_but_real_difference_counts():
-    assert_close(group_advantage(torch.tensor([1.0, 1.001]), torch.tensor([0, 0])), torch.tensor([-1, 1]) / math.sqrt(2), atol=5e-3, rtol=0)
+    assert_close(
+        group_advantage(torch.tensor([1.0, 1.001]), torch.tensor([0, 0])),
+        torch.tensor([-1, 1]) / math.sqrt(2),
+        atol=5e-3,
+        rtol=0,
+    )
 
 
 @pytest.mark.parametrize("bad", [NAN, 100.0])
@@ -413,7 +505,10 @@ def test_responses_left_out_change_nothing(bad, std):
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 12))
 def test_neither_the_order_of_rows_nor_the_names_of_groups_matter(seed, rows):
     generator = torch.Generator().manual_seed(seed)
-    scores, groups = torch.randn(rows, generator=generator, dtype=torch.float64), torch.randint(0, 4, (rows,), generator=generator)
+    scores, groups = (
+        torch.randn(rows, generator=generator, dtype=torch.float64),
+        torch.randint(0, 4, (rows,), generator=generator),
+    )
     names, order = torch.tensor([70, -3, 12, 5]), torch.randperm(rows, generator=generator)
     assert_close(group_advantage(scores, groups)[order], group_advantage(scores[order], names[groups][order]))
 
@@ -422,10 +517,15 @@ def test_neither_the_order_of_rows_nor_the_names_of_groups_matter(seed, rows):
 def test_group_advantages_do_not_depend_on_the_scale_of_scores(seed, shift, scale):
     generator = torch.Generator().manual_seed(seed)
     scores, groups = torch.rand(8, generator=generator, dtype=torch.float64), torch.arange(8) // 4
-    run = lambda x: group_advantage(x, groups, eps=1e-12)  # noqa: E731
+
+    def run(x):
+        return group_advantage(x, groups, eps=1e-12)
+
     assert_close(run(scores * scale + shift), run(scores), atol=1e-6, rtol=1e-6)
     for group in range(2):
-        assert abs(run(scores)[groups == group].sum()) < 1e-9 and run(scores)[groups == group].std() == pytest.approx(1, abs=1e-6)
+        assert abs(run(scores)[groups == group].sum()) < 1e-9 and run(scores)[groups == group].std() == pytest.approx(
+            1, abs=1e-6
+        )
 
 
 def test_grpo_gives_every_token_its_response_s_number():
@@ -450,7 +550,11 @@ def test_whitening_does_not_know_padding(noise):
 def test_whitened_tokens_have_mean_0_and_deviation_1():
     x, mask = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)) * 3 + 7, draw(0, 5, 40)[2]
     white = whiten(x, mask)
-    assert white[mask].mean().abs() < 1e-5 and white[mask].std(correction=0) == pytest.approx(1, abs=1e-5) and white[~mask].eq(0).all()
+    assert (
+        white[mask].mean().abs() < 1e-5
+        and white[mask].std(correction=0) == pytest.approx(1, abs=1e-5)
+        and white[~mask].eq(0).all()
+    )
     assert_close(whiten(x * 1e-3 - 5e-3, mask), white, atol=1e-3, rtol=0)
 
 

@@ -8,6 +8,7 @@ something to discover: the right step is in its repertoire, but in the minority.
 from __future__ import annotations
 
 import random
+from typing import Annotated
 
 from pydantic import Field
 
@@ -26,7 +27,7 @@ class ChainArithmetic(Task):
     """Operations in a problem."""
     operators: str = Field("+-", pattern=r"^[-+*]+$")
     """Operations drawn from. Multiplication forgets errors, which leaves a critic less to explain."""
-    noisy_operands: tuple[int, ...] = (3, 7)
+    noisy_operands: tuple[Annotated[int, Field(ge=0, le=9)], ...] = (3, 7)
     """Right operands for which the expert errs."""
     noise: float = Field(0.7, ge=0, le=1)
     """How often the expert's step is wrong (result + 1) at a noisy operand."""

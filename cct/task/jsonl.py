@@ -31,9 +31,13 @@ class JsonLines(Task):
 
     def _read(self, path: Path) -> list[Prompt]:
         if not path.is_file():
-            raise ValueError(f"{path} does not exist")
+            raise ValueError(f"{path} does not exist" if not path.exists() else f"{path} is no file")
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 ({error})") from None
         rows = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut inside strings, at U+2028
             if not line.strip():
                 continue
             try:
@@ -46,6 +50,9 @@ class JsonLines(Task):
                 raise ValueError(
                     f"{path}:{number}: no field '{missing[0]}' (found: {found}); set task.prompt_field / task.answer_field"
                 )
+            for key in (self.prompt_field, self.answer_field):
+                if not isinstance(row[key], str | int | float):
+                    raise ValueError(f"{path}:{number}: field '{key}' must be a text or a number; found {row[key]!r}")
             rows.append(Prompt(str(row[self.prompt_field]), str(row[self.answer_field]), row))
         if not rows:
             raise ValueError(f"{path} holds no problem")

@@ -51,7 +51,7 @@ class JsonLinesLogger(Logger):
 
 def checkpoints(folder: Path) -> list[Path]:
     """A run's checkpoints, oldest first; each is named by the iteration after which it was taken."""
-    return sorted((folder / "checkpoints").glob("*.ckpt"), key=lambda path: int(path.stem))
+    return sorted((folder / "checkpoints").glob("[0-9]*.ckpt"), key=lambda path: int(path.stem))
 
 
 class Recorder(Callback):

@@ -1,0 +1,93 @@
+"""The dependency direction, read off the import statements, and that knobs need no torch."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "cct"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+AXES = ("evidence", "transport", "critic", "geometry", "task", "policy")
+LAYERS = [
+    ("registry",),
+    ("rollout",),
+    AXES,
+    ("recipe",),
+    ("training", "explain", "scaffold"),
+    ("study",),
+    ("report",),
+    ("cli",),
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+ONLY = {"report": {"registry", "rollout"}}  # reads files and the values that flow
+
+HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich"}
+TENSOR_FILES = {"functional.py", "towers.py", "agent.py", "attention.py", "warm_start.py"}
+
+
+def imports(path: Path) -> list[tuple[str, int, bool]]:
+    """(absolute module, line, at module level) of every import that runs; those for type checkers only do not."""
+    package = path.relative_to(PACKAGE.parent).with_suffix("").parts[:-1]
+    found: list[tuple[str, int, bool]] = []
+
+    def walk(node: ast.AST, outside: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, node.lineno, outside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names] if module in ("cct", "") else [module]
+            found.extend((name, node.lineno, outside) for name in names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.orelse:
+                walk(child, outside)
+        else:
+            inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.iter_child_nodes(node):
+                walk(child, outside and not inside)
+
+    walk(ast.parse(path.read_text(encoding="utf-8")), True)
+    return found
+
+
+def part_of(path: Path) -> str:
+    """`transport` for cct/transport/gae.py, `cli` for cct/cli.py, empty for cct/__init__.py."""
+    first = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    return "" if first == "__init__" else first
+
+
+def test_the_import_reader_reads():
+    found = imports(PACKAGE / "transport" / "gae.py")
+    assert ("cct.transport.base", True) in [(name, outside) for name, _, outside in found]
+    assert ("cct.transport.functional", False) in [(name, outside) for name, _, outside in found]
+    assert "torch" not in [name for name, _, _ in found]  # for type checkers only
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path):
+    part = part_of(path)
+    assert part in RANK or not part, f"say in LAYERS where cct/{part} stands"
+    for module, line, _ in imports(path):
+        name = module.split(".")[1] if module.startswith("cct.") else ""
+        if name in RANK and name != part:
+            where = f"{path}:{line} imports {module}"
+            assert part, f"{where}: importing cct imports no part of it"
+            assert RANK[name] < RANK[part], f"{where}, which stands {'beside' if RANK[name] == RANK[part] else 'above'} it"
+            assert name in ONLY.get(part, RANK), f"{where}; it may import {ONLY[part]} only"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_knobs_need_no_torch(path):
+    if part_of(path) in ("training", "study", "report") or path.name in TENSOR_FILES:
+        return
+    heavy = [
+        f"{path}:{line} imports {module}"
+        for module, line, outside in imports(path)
+        if outside and module.split(".")[0] in HEAVY
+    ]
+    assert not heavy
+
+
+def test_every_axis_is_there():
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "training"}
