@@ -39,7 +39,9 @@ from pydantic_core import PydanticCustomError, core_schema
 class Knobs(BaseModel):
     """A frozen set of knobs. The docstring under each is its help, in `cct explain`, the schema and errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
     @model_validator(mode="wrap")
     @classmethod

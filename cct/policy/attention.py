@@ -22,6 +22,9 @@ from cct.rollout import Attention
 # Queries at once where no kernel returns its log-sum-exp: bounds extra memory to H * 256 * S per sequence.
 QUERY_BLOCK = 256
 
+# An additive mask at or below this hides a key: its probability is 0 in float32 beside any logit that models have.
+HIDDEN = -1e3
+
 
 def attention_concentration(
     query: Tensor,
@@ -68,7 +71,7 @@ def attention_concentration(
 def _visible(mask: Tensor | None, length: int, device: torch.device) -> Tensor:
     if mask is None:
         return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    return mask if mask.dtype == torch.bool else mask > HIDDEN
 
 
 def _attend_to_keys(query: Tensor, key: Tensor, additive: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
@@ -103,6 +106,8 @@ class Tap:
 
 
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        raise ValueError(f"the attention of {type(module).__name__} is more than a softmax (soft cap or learnt sinks)")
     tap = getattr(module, "_cct_tap", None)
     if tap is not None and module.layer_idx in tap.layers:
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
@@ -125,8 +130,13 @@ def _attention_modules(model: nn.Module) -> list[Any]:
 
 def tappable(model: PreTrainedModel) -> PreTrainedModel:
     """Switch the model to the tapped attention. Raises ValueError where its attention cannot be tapped."""
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) or any(hasattr(module, "sinks") for module in _attention_modules(model)):
+        raise ValueError(
+            f"the attention of {type(model).__name__} cannot be tapped: it is more than a softmax (soft cap or learnt sinks)"
+        )
     model.set_attn_implementation("cct")
-    layers, found = model.config.get_text_config().num_hidden_layers, len(_attention_modules(model))
+    layers, found = config.num_hidden_layers, len(_attention_modules(model))
     if found != layers or model.config._attn_implementation != "cct":
         raise ValueError(
             f"the attention of {type(model).__name__} cannot be tapped: {found} of {layers} layers go through transformers' "

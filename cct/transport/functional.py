@@ -14,6 +14,9 @@ Gap = Literal["carry", "decay", "cut"]
 TIME_MAJOR_ROWS = 256
 SCAN_BLOCK = 64
 
+# Numbers that differ by so many units in the last place of the largest are equal: sums taken in another order.
+ROUNDING = 8
+
 
 @torch.no_grad()
 def scan(a: Tensor, b: Tensor) -> Tensor:
@@ -56,6 +59,7 @@ def _next_step(mask: Tensor) -> Tensor:
     return torch.nn.functional.pad(later[:, 1:], (0, 1), value=length)
 
 
+@torch.no_grad()
 def gated_gae(
     rewards: Tensor,
     values: Tensor,
@@ -92,16 +96,23 @@ def gated_gae(
         raise ValueError(f"bootstrap must be [B] = [{rewards.shape[0]}]; got {tuple(bootstrap.shape)}")
     if gap not in ("carry", "decay", "cut"):
         raise ValueError(f"gap must be 'carry', 'decay' or 'cut'; got {gap!r}")
+    if rewards.numel() == 0:
+        return torch.zeros_like(rewards), torch.zeros_like(rewards)
     mask = mask.bool()
     rewards = rewards.masked_fill(~mask, 0.0)
     values = values.masked_fill(~mask, 0.0)
+
+    position = torch.arange(mask.shape[1], device=mask.device)
+    last_step = torch.where(mask, position, 0).cummax(1).values
 
     def per_token(knob: float | Tensor) -> Tensor:
         full = torch.as_tensor(knob, dtype=values.dtype, device=values.device)
         if full.dim() and full.shape != values.shape:
             raise ValueError(f"gamma and lam must be a float or [B, T] = {tuple(values.shape)}; got {tuple(full.shape)}")
-        full = full.expand_as(values)
-        return full.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0).where(~mask, full)  # garbage in a gap counts as 1
+        if not full.dim():
+            return full.expand_as(values)
+        # Where `decay` counts gaps as steps, they take the discount of the last token before them.
+        return full.gather(1, last_step)
 
     g, lam_t, lam_v = per_token(gamma), per_token(lam), per_token(lam_value)
     end = torch.zeros_like(values[:, :1]) if bootstrap is None else bootstrap.unsqueeze(1).to(values.dtype)
@@ -124,6 +135,7 @@ def gated_gae(
     return trace(lam_t).masked_fill(~mask, 0.0), (values + trace(lam_v)).masked_fill(~mask, 0.0)
 
 
+@torch.no_grad()
 def group_advantage(
     scores: Tensor,
     groups: Tensor,
@@ -152,7 +164,8 @@ def group_advantage(
     # Rounding noise in a group of equal scores must not become an advantage once divided by its own size.
     low = scores.new_full((n_groups,), float("inf")).scatter_reduce_(0, index, scores.where(valid, float("inf")), "amin")
     high = scores.new_full((n_groups,), -float("inf")).scatter_reduce_(0, index, scores.where(valid, -float("inf")), "amax")
-    centred = centred.masked_fill((low == high)[index], 0.0)
+    rounding = ROUNDING * torch.finfo(scores.dtype).eps * torch.maximum(low.abs(), high.abs())
+    centred = centred.masked_fill((high - low <= rounding)[index], 0.0)
     if not std:
         return centred
     deviation = (per_group(centred.square()) / (count - 1).clamp(min=1)).sqrt()
@@ -167,6 +180,13 @@ def masked_mean_std(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return mean, ((x - mean).masked_fill(~mask, 0.0).square().sum() / count).sqrt()
 
 
+def _varies(x: Tensor, mask: Tensor, std: Tensor) -> bool:
+    """Whether unmasked entries differ by more than rounding."""
+    largest = x.masked_fill(~mask, 0.0).abs().amax() if x.numel() else x.new_zeros(())
+    return bool(std > ROUNDING * torch.finfo(x.dtype).eps * largest)
+
+
+@torch.no_grad()
 def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     """Zero mean and unit deviation over unmasked tokens of the batch; 0 at masked ones.
 
@@ -174,8 +194,7 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     """
     mean, std = masked_mean_std(x, mask)
     centred = (x - mean).masked_fill(~mask, 0.0)
-    noise = 4 * torch.finfo(x.dtype).eps * x.masked_fill(~mask, 0.0).abs().max() if x.numel() else 0.0
-    return centred / (std + eps) if bool(std > noise) else torch.zeros_like(centred)
+    return centred / (std + eps) if _varies(x, mask, std) else torch.zeros_like(centred)
 
 
 def sigmoid_gate(statistic: Tensor, mean: float, std: float, low: float, high: float, slope: float) -> Tensor:
@@ -204,7 +223,7 @@ def shuffle_within(x: Tensor, mask: Tensor, seed: int) -> Tensor:
     keys = torch.rand(x.shape, generator=generator).to(x.device)
     slots = torch.where(mask, torch.arange(x.shape[1], device=x.device), x.shape[1]).sort(1).indices
     drawn = torch.where(mask, keys, 2.0).argsort(1)
-    return x.scatter(1, slots, x.gather(1, drawn))
+    return torch.where(mask, x.scatter(1, slots, x.gather(1, drawn)), x)
 
 
 def _relative(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,14 +231,22 @@ def _relative(mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask.long().cumsum(1) - 1, mask.sum(1, keepdim=True)
 
 
-def position_profile(x: Tensor, mask: Tensor, bins: int = 64) -> Tensor:
-    """Replace each entry by the batch's mean at its relative position (`bins` of equal width)."""
+def position_profile(x: Tensor, mask: Tensor) -> Tensor:
+    """Replace each entry by the batch's mean at its relative position, every response stretched to one length."""
     rank, count = _relative(mask)
-    slot = (rank * bins // count.clamp(min=1)).clamp(0, bins - 1)
-    inside = slot[mask]
-    total = x.new_zeros(bins).index_add_(0, inside, x[mask])
-    number = x.new_zeros(bins).index_add_(0, inside, torch.ones_like(x[mask]))
-    return torch.where(mask, (total / number.clamp(min=1))[slot], x)
+    rows = mask.any(1)
+    if not bool(rows.any()):
+        return x
+    longest = int(count.max())
+    places = (torch.arange(longest, device=x.device) + 0.5) / longest  # relative positions
+    stretched = _packed(x, mask)[rows].gather(1, (places * count[rows]).long())
+    profile = stretched.mean(0)
+    return torch.where(mask, profile[((rank + 0.5) * longest / count.clamp(min=1)).long().clamp(0, longest - 1)], x)
+
+
+def _packed(x: Tensor, mask: Tensor) -> Tensor:
+    """Unmasked entries first, in their order; what follows them is arbitrary."""
+    return x.gather(1, (~mask).long().sort(dim=1, stable=True).indices)
 
 
 def swap_between(x: Tensor, mask: Tensor) -> Tensor:
@@ -231,8 +258,7 @@ def swap_between(x: Tensor, mask: Tensor) -> Tensor:
     if len(rows) < 2:
         return x
     rank, count = _relative(mask)
-    order = (~mask).long().sort(dim=1, stable=True).indices  # unmasked positions first
-    packed = x.gather(1, order)
+    packed = _packed(x, mask)
     source = torch.arange(len(x), device=x.device)
     source[rows] = rows.roll(-1)
     index = ((rank + 0.5) * count[source] / count.clamp(min=1)).long().clamp(min=0)
@@ -252,6 +278,6 @@ def draw_marginal(x: Tensor, mask: Tensor, seed: int) -> Tensor:
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over unmasked tokens; 0 where the returns do not vary."""
     spread = masked_mean_std(returns, mask)[1]
-    if not bool(spread > 0):
+    if not _varies(returns, mask, spread):
         return 0.0
     return float(1 - (masked_mean_std(returns - values, mask)[1] / spread) ** 2)

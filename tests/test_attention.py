@@ -1,0 +1,398 @@
+"""Attention statistics against attention maps written out, on tensors and tapped from tiny models; the agent's forward."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import eager_twin, padded, tiny_model
+from torch.testing import assert_close
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
+
+from cct.policy import attention_concentration, tap, tappable
+from cct.rollout import Concentration
+from cct.training.agent import Agent
+
+LOWEST = torch.finfo(torch.float32).min
+PROMPTS, RESPONSES = [[3, 4, 5, 6, 7], [8], [9, 10, 11]], [[12, 13, 14, 15], [16, 17, 18, 19, 3, 4, 1], [5]]
+
+
+# --- oracles --------------------------------------------------------------------------------------
+def of_distribution(p: torch.Tensor, statistic: str) -> float:
+    """1 - H(p) / log n of one query's attention over the n keys it sees."""
+    if len(p) < 2:
+        return 1.0
+    entropy = -(p * p.log()).nansum() if statistic == "shannon" else -p.square().sum().log()
+    return 1 - entropy.item() / math.log(len(p))
+
+
+def of_maps(maps: torch.Tensor, visible: torch.Tensor, statistic: str, sinks: int = 0) -> torch.Tensor:
+    """From attention maps [B, H, S, S] and what is visible [B, S, S]: [B, H, S]."""
+    result = torch.empty(maps.shape[:3])
+    for b, h, q in torch.cartesian_prod(*map(torch.arange, maps.shape[:3])).tolist():
+        p = maps[b, h, q][visible[b, q]][sinks:].double()
+        result[b, h, q] = of_distribution(p / p.sum(), statistic)
+    return result
+
+
+def draw(batch: int = 2, heads: int = 4, kv_heads: int = 2, length: int = 9, dim: int = 8, scale: float = 2.0):
+    generator = torch.Generator().manual_seed(0)
+
+    def make(h):
+        return scale * torch.randn(batch, h, length, dim, generator=generator)
+
+    return make(heads), make(kv_heads)
+
+
+def maps_of(query, key, visible, scaling) -> torch.Tensor:
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    return (query @ key.transpose(2, 3) * scaling).masked_fill(~visible.unsqueeze(1), -math.inf).softmax(-1)
+
+
+def visible_keys(attention_mask: torch.Tensor) -> torch.Tensor:
+    """[B, S, S]: causal, and only tokens."""
+    return attention_mask.bool().unsqueeze(1) & torch.ones(attention_mask.shape[1], attention_mask.shape[1]).tril().bool()
+
+
+# --- the statistic on tensors ---------------------------------------------------------------------
+@pytest.mark.parametrize("statistic", ["shannon", "renyi2"])
+@pytest.mark.parametrize("sinks", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["none", "bool", "lowest", "infinite"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_concentration_equals_attention_written_out(statistic, sinks, kind, kv_heads):
+    query, key = draw(kv_heads=kv_heads)
+    tokens = torch.ones(2, 9)
+    if kind != "none":
+        tokens[0, :4] = 0  # left padding: rows of the mask in which nothing is visible
+    visible = visible_keys(tokens)
+    masks = {
+        "none": None,
+        "bool": visible.unsqueeze(1),
+        "lowest": torch.zeros(2, 1, 9, 9).masked_fill(~visible.unsqueeze(1), LOWEST),
+        "infinite": torch.zeros(2, 1, 9, 9).masked_fill(~visible.unsqueeze(1), -math.inf),
+    }
+    got = attention_concentration(query, key, mask=masks[kind], scaling=0.3, statistic=statistic, sinks=sinks)
+    expected = of_maps(maps_of(query, key, visible, 0.3), visible, statistic, sinks)
+    assert got.shape == (2, 4, 9) and got.isfinite().all()
+    assert_close(got, expected, atol=1e-5, rtol=0)
+    assert expected.std() > 0.05  # the comparison says something
+
+
+@pytest.mark.parametrize("statistic", ["shannon", "renyi2"])
+@pytest.mark.parametrize("hidden", [-1e4, -1e9])
+def test_an_additive_mask_may_hide_with_any_large_number(statistic, hidden):
+    query, key = draw()
+    visible = visible_keys(torch.ones(2, 9))
+    mask = torch.zeros(2, 1, 9, 9).masked_fill(~visible.unsqueeze(1), hidden)
+    got = attention_concentration(query, key, mask=mask, scaling=0.3, statistic=statistic)
+    assert_close(got, of_maps(maps_of(query, key, visible, 0.3), visible, statistic), atol=1e-5, rtol=0)
+
+
+def test_one_mask_for_the_whole_batch():
+    query, key = draw()
+    causal = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    assert_close(attention_concentration(query, key, mask=causal), attention_concentration(query, key))
+
+
+def test_the_default_scaling_is_that_of_attention():
+    query, key = draw(dim=16)
+    assert torch.equal(attention_concentration(query, key), attention_concentration(query, key, scaling=0.25))
+
+
+@pytest.mark.parametrize("statistic", ["shannon", "renyi2"])
+def test_concentration_of_the_extremes(statistic):
+    key = torch.eye(8).view(1, 1, 8, 8)
+    uniform = attention_concentration(torch.zeros(1, 1, 8, 8), key, statistic=statistic)
+    assert_close(uniform, torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0]).view(1, 1, 8), atol=1e-6, rtol=0)  # one key only: 1
+    pointed = attention_concentration(1e3 * key, key, statistic=statistic)
+    assert_close(pointed, torch.ones(1, 1, 8), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "statistic, expected",
+    [("shannon", 1 - (math.log(4) - 0.75 * math.log(3)) / math.log(2)), ("renyi2", 1 - math.log(1.6) / math.log(2))],
+)
+def test_concentration_by_hand(statistic, expected):
+    """Two keys with attention 1/4 and 3/4."""
+    query, key = torch.tensor([0.0, math.log(3)]).view(1, 1, 2, 1), torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
+    assert attention_concentration(query, key, scaling=1.0, statistic=statistic)[0, 0, 1].item() == pytest.approx(
+        expected, abs=1e-6
+    )
+
+
+def test_concentration_is_detached_and_float32():
+    query, key = draw()
+    got = attention_concentration(query.bfloat16().requires_grad_(), key.bfloat16())
+    assert got.dtype == torch.float32 and not got.requires_grad
+    assert_close(got, attention_concentration(query, key), atol=0.03, rtol=0)
+
+
+def test_no_sinks_left_out_of_less_than_there_are():
+    """Queries that see no more than the sinks, or one key besides, have nothing to spread over."""
+    query, key = draw()
+    assert attention_concentration(query, key, sinks=3)[:, :, :4].eq(1).all()
+
+
+def test_an_unknown_statistic_is_refused():
+    with pytest.raises(ValueError, match="renyi2"):
+        attention_concentration(*draw(), statistic="gini")
+
+
+# --- the tap on models ----------------------------------------------------------------------------
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "family, config", [("qwen3", {}), ("llama", {}), ("qwen3", SLIDING)], ids=["qwen3", "llama", "qwen3-sliding"]
+)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_the_tap_equals_attention_maps_in_every_layer(family, config, kv_heads, is_padded):
+    model = tiny_model(family, kv_heads=kv_heads, **config)
+    prompts, responses = (PROMPTS, RESPONSES) if is_padded else ([[3, 4, 5], [6, 7, 8]], [[9, 10, 11, 12], [13, 14, 15, 16]])
+    ids, mask, _ = padded(prompts, responses, left=2 * is_padded)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": False}
+    with torch.no_grad(), tap(model, range(3)) as opened:
+        logits = model(**inputs).logits
+    with torch.no_grad():
+        eager = eager_twin(model)(**inputs, output_attentions=True)
+    tokens = mask.bool()
+    assert_close(logits[tokens], eager.logits[tokens], atol=1e-5, rtol=1e-5)
+    assert sorted(opened.attention) == [0, 1, 2]
+    for layer, maps in enumerate(eager.attentions):
+        visible = visible_keys(mask)
+        if config and layer >= 1:
+            visible &= torch.ones(visible.shape[1:]).triu(-3).bool()
+        for statistic, sinks in [("shannon", 0), ("renyi2", 0), ("shannon", 1)]:
+            read = opened.attention[layer]
+            got = attention_concentration(
+                read.query, read.key, mask=read.mask, scaling=read.scaling, statistic=statistic, sinks=sinks
+            )
+            expected = of_maps(maps, visible, statistic, sinks).transpose(1, 2)[tokens]
+            assert_close(got.transpose(1, 2)[tokens], expected, atol=1e-5, rtol=0)
+            assert expected.std() > 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_what_is_read_at_a_position_does_not_know_later_tokens(family):
+    model, change_from = tiny_model(family), 6
+    ids, mask, _ = padded(PROMPTS, RESPONSES)
+    other = torch.where(torch.arange(ids.shape[1]) < change_from, ids, (ids + 5) % 20)
+
+    def read(ids):
+        with torch.no_grad(), tap(model, range(3)) as opened:
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+        return [attention_concentration(a.query, a.key, mask=a.mask, scaling=a.scaling) for a in opened.attention.values()]
+
+    for a, b in zip(read(ids), read(other), strict=True):
+        assert_close(a[:, :, :change_from], b[:, :, :change_from], atol=1e-6, rtol=0)
+        assert not torch.equal(a[:, :, change_from:], b[:, :, change_from:])
+
+
+def test_the_tap_takes_the_layers_it_was_opened_for_and_nothing_once_closed():
+    model = tiny_model()
+    ids, mask, _ = padded(PROMPTS, RESPONSES)
+    with torch.no_grad():
+        with tap(model, [1]) as opened:
+            model(input_ids=ids, attention_mask=mask)
+        assert list(opened.attention) == [1] and not opened.attention[1].query.requires_grad
+        read = opened.attention[1]
+        model(input_ids=ids.flip(0), attention_mask=mask.flip(0))
+        assert opened.attention[1] is read
+
+
+def test_the_tap_closes_after_an_error():
+    model = tiny_model()
+    ids, mask, _ = padded(PROMPTS, RESPONSES)
+    with pytest.raises(ZeroDivisionError), tap(model, [0]) as opened:
+        raise ZeroDivisionError
+    model(input_ids=ids, attention_mask=mask)
+    assert not opened.attention
+
+
+def test_the_tap_does_not_disturb_the_gradient():
+    model = tiny_model()
+    ids, mask, _ = padded(PROMPTS, RESPONSES)
+    gradients = []
+    for layers in ((), range(3)):
+        model.zero_grad()
+        with tap(model, layers) as opened:
+            model(input_ids=ids, attention_mask=mask).logits.square().mean().backward()
+        assert not any(x.query.requires_grad or x.key.requires_grad for x in opened.attention.values())
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+SMALL = {
+    "vocab_size": 20,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=4)),
+        lambda: GPTJForCausalLM(GPTJConfig(vocab_size=20, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)),
+        lambda: BloomForCausalLM(BloomConfig(vocab_size=20, hidden_size=32, n_layer=2, n_head=4)),
+    ],
+    ids=["gpt2", "gptj", "bloom"],
+)
+def test_a_model_whose_attention_cannot_be_tapped_is_refused(make):
+    with pytest.raises(ValueError, match="cannot be tapped"):
+        tappable(make())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Gemma2ForCausalLM(
+            Gemma2Config(**SMALL, attn_logit_softcapping=1.0, query_pre_attn_scalar=8, initializer_range=0.3)
+        ),
+        lambda: GptOssForCausalLM(
+            GptOssConfig(
+                **SMALL,
+                num_local_experts=2,
+                num_experts_per_tok=1,
+                initializer_range=0.3,
+                rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            )
+        ),
+    ],
+    ids=["gemma2-softcap", "gpt-oss-sinks"],
+)
+def test_a_model_whose_attention_is_more_than_a_softmax_is_refused_or_kept(make):
+    """Soft-capped logits and learnt sinks are not in the kernel behind the tap; leaving them out silently is another model."""
+    torch.manual_seed(0)
+    model = make().eval()
+    eager = eager_twin(model)
+    ids = torch.arange(3, 15).view(1, 12)
+    try:
+        tappable(model)
+    except ValueError:
+        return
+    with torch.no_grad():
+        assert_close(model(input_ids=ids).logits, eager(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+# --- which layers ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "layers, n, expected",
+    [
+        ("all", 3, [0, 1, 2]),
+        ("last_half", 4, [2, 3]),
+        ("last_half", 3, [1, 2]),
+        ("last_half", 1, [0]),
+        ("last_quarter", 8, [6, 7]),
+        ("last_quarter", 2, [1]),
+        ((0, -1), 4, [0, 3]),
+        ((3, -1), 4, [3]),
+    ],
+)
+def test_layers_by_name_and_number(layers, n, expected):
+    assert Concentration(layers=layers).layer_indices(n) == expected
+
+
+@pytest.mark.parametrize("layers", [(4,), (-5,), ()])
+def test_layers_that_do_not_exist_are_refused(layers):
+    with pytest.raises(ValueError):
+        Concentration(layers=layers).layer_indices(4)
+
+
+# --- the agent's forward --------------------------------------------------------------------------
+def eager_reading(model, ids, mask, width):
+    """Logits and attention maps of the positions that predict the response, without cct."""
+    with torch.no_grad():
+        output = eager_twin(model)(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            output_attentions=True,
+            use_cache=False,
+        )
+    return output.logits[:, -width - 1 : -1], output.attentions
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.0])
+def test_logprobs_and_entropy_are_those_of_the_sampling_distribution(family, temperature):
+    model = tiny_model(family)
+    ids, mask, width = padded(PROMPTS, RESPONSES, left=1, right=2)
+    reading = Agent(model, None, temperature)(ids, mask, width)
+    distribution = torch.distributions.Categorical(logits=eager_reading(model, ids, mask, width)[0] / temperature)
+    tokens = mask[:, -width:].bool()
+    assert reading.logprobs.shape == (3, width) and reading.values is None and reading.trace is None
+    assert_close(reading.logprobs[tokens], distribution.log_prob(ids[:, -width:])[tokens], atol=1e-5, rtol=1e-5)
+    assert_close(reading.entropy[tokens], distribution.entropy()[tokens], atol=1e-5, rtol=1e-5)
+    assert reading.logprobs.requires_grad and not reading.entropy.requires_grad
+
+
+def test_statistics_are_read_where_the_token_was_predicted():
+    model = tiny_model(layers=4)
+    ids, mask, width = padded(PROMPTS, RESPONSES)
+    asked = {
+        "half": Concentration(),
+        "first": Concentration(layers=(0,), statistic="renyi2"),
+        "sinks": Concentration(layers="all", sinks=1),
+    }
+    stats = Agent(model, None)(ids, mask, width, statistics=asked).stats
+    maps = eager_reading(model, ids, mask, width)[1]
+    tokens, visible = mask[:, -width:].bool(), visible_keys(mask)
+    for name, layers, statistic, sinks in [
+        ("half", (2, 3), "shannon", 0),
+        ("first", (0,), "renyi2", 0),
+        ("sinks", range(4), "shannon", 1),
+    ]:
+        every = torch.stack([of_maps(maps[layer], visible, statistic, sinks) for layer in layers]).mean((0, 2))
+        assert stats[name].shape == (3, width) and not stats[name].requires_grad
+        assert_close(stats[name][tokens], every[:, -width - 1 : -1][tokens], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "opt"])
+def test_the_forward_does_not_know_padding_or_other_rows(family):
+    agent, asked = Agent(tiny_model(family), None, 0.8), {"c": Concentration(sinks=1)}
+    ids, mask, width = padded(PROMPTS, RESPONSES)
+    wide_ids, wide_mask, wide = padded(PROMPTS, RESPONSES, left=4, right=3)
+    short, long = agent(ids, mask, width, statistics=asked), agent(wide_ids, wide_mask, wide, statistics=asked)
+    tokens = mask[:, -width:].bool()
+    for a, b in [(short.logprobs, long.logprobs), (short.entropy, long.entropy), (short.stats["c"], long.stats["c"])]:
+        assert_close(a[tokens], b[:, :width][tokens], atol=1e-5, rtol=1e-5)
+    alone_ids, alone_mask, alone = padded(PROMPTS[1:2], RESPONSES[1:2])
+    one = agent(alone_ids, alone_mask, alone, statistics=asked)
+    assert_close(one.logprobs[0], short.logprobs[1, :alone], atol=1e-5, rtol=1e-5)
+    assert_close(one.stats["c"][0], short.stats["c"][1, :alone], atol=1e-5, rtol=1e-5)
+    noise = torch.where(mask.bool(), ids, 7)  # what ids the padding holds
+    assert_close(agent(noise, mask, width).logprobs[tokens], short.logprobs[tokens], atol=1e-6, rtol=1e-6)
+
+
+def test_logprobs_at_t_do_not_know_later_tokens():
+    agent = Agent(tiny_model(), None)
+    ids, mask, width = padded([[3, 4], [5, 6]], [[7, 8, 9, 10, 11], [12, 13, 14, 15, 16]])
+    other = ids.clone()
+    other[:, -2:] = torch.tensor([[17, 18], [19, 3]])
+    a, b = (agent(x, mask, width, statistics={"c": Concentration()}) for x in (ids, other))
+    assert_close(a.logprobs[:, :3], b.logprobs[:, :3], atol=1e-6, rtol=0)
+    assert_close(a.stats["c"][:, :4], b.stats["c"][:, :4], atol=1e-6, rtol=0)  # read before token 3: knows tokens 0 to 2
+    assert_close(a.entropy[:, :4], b.entropy[:, :4], atol=1e-6, rtol=0)
+    assert not torch.equal(a.stats["c"][:, 4:], b.stats["c"][:, 4:])

@@ -1,0 +1,351 @@
+"""One suite for every registered component, of every axis: what a part must be to be a part."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import annotated_types
+import pytest
+import torch
+from conftest import make_mask, make_rollout
+from pydantic import TypeAdapter, ValidationError
+from torch.testing import assert_close
+
+import cct.recipe  # noqa: F401  (registers every axis)
+from cct.geometry import geometries
+from cct.registry import REGISTRIES, Component, Knobs
+from cct.rollout import Concentration
+from cct.transport import gates, transports
+
+NAN, INF = float("nan"), float("inf")
+
+SHIPPED = [
+    (axis, name)
+    for axis, registry in REGISTRIES.items()
+    for name in registry.names()
+    if registry[name].__module__.startswith("cct.")
+]
+# What a component that cannot stand alone needs; every other one is its name.
+LEAST: dict[tuple[str, str], dict[str, Any]] = {
+    ("gate", "constant"): {"gamma": 0.9},
+    ("policy", "pretrained"): {"path": "somewhere"},
+    ("task", "jsonl"): {"path": "train.jsonl", "held_out_path": "held_out.jsonl"},
+}
+# Besides the defaults, knobs far from them.
+OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
+    ("critic", "tac"): {"depth": 4, "memory": 0, "output": "scalar"},
+    ("evidence", "exact_match"): {"weight": -0.5, "on_error": "drop", "ignore_case": True},
+    ("gate", "attention"): {"half_life": [16, 256], "layers": [0, -1], "sign": -1, "match_gamma": 0.99, "sinks": 2},
+    ("gate", "constant"): {"of": {"use": "attention", "statistic": "renyi2"}},
+    ("gate", "shuffle"): {"of": {"use": "position", "of": {"use": "attention", "low": 0.5}}},
+    ("geometry", "ppo_clip"): {"dual_clip": 3.0, "kl_coef": 0.1, "aggregation": "sequence_mean"},
+    ("policy", "scratch"): {"warm_start": {"steps": 7}, "heads": 4, "kv_heads": 2},
+    ("task", "chain_arithmetic"): {"noisy_operands": [1, 2], "operators": "*"},
+    ("transport", "comp_gae"): {"gate": {"use": "swap"}, "gap": "cut", "lam": 0.5, "whiten": False},
+    ("transport", "gae"): {"gamma": 0.9, "lam_value": 0.0},
+    ("transport", "grpo"): {"std": False},
+}
+each_component = pytest.mark.parametrize("axis, name", SHIPPED, ids=[f"{axis}-{name}" for axis, name in SHIPPED])
+
+
+def read(axis: str, value: Any) -> Component:
+    """As a recipe reads it."""
+    registry = REGISTRIES[axis]
+    return TypeAdapter(Annotated[registry.base, registry]).validate_python(value)
+
+
+def make(axis: str, name: str) -> Component:
+    return read(axis, {"use": name, **LEAST.get((axis, name), {})})
+
+
+def knob_sets(cls: type[Knobs]) -> list[type[Knobs]]:
+    """A component's class, and the classes of knobs nested in it."""
+    nested = [
+        part
+        for field in cls.model_fields.values()
+        for part in (field.annotation, *get_args(field.annotation))
+        if inspect.isclass(part) and issubclass(part, Knobs) and not issubclass(part, Component)
+    ]
+    return [cls, *nested]
+
+
+def numeric_knobs(cls: type[Knobs]) -> dict[str, Any]:
+    """Knobs that take one int or float, null or not."""
+
+    def options(annotation: Any) -> list[Any]:
+        if get_origin(annotation) in (Union, types.UnionType):
+            return [option for part in get_args(annotation) for option in options(part)]
+        return options(get_args(annotation)[0]) if get_origin(annotation) is Annotated else [annotation]
+
+    return {name: field for name, field in cls.model_fields.items() if {int, float} & {*options(field.annotation)}}
+
+
+# --- knobs ----------------------------------------------------------------------------------------
+def test_every_axis_has_a_component():
+    assert set(REGISTRIES) >= {"task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry"}
+    assert {axis for axis, _ in SHIPPED} == set(REGISTRIES)
+
+
+@each_component
+def test_it_says_what_it_is_and_what_each_knob_does(axis, name):
+    cls = REGISTRIES[axis][name]
+    assert cls.summary().endswith(".") and cls.use == name
+    for part in knob_sets(cls):
+        for knob, field in part.model_fields.items():
+            assert field.description and field.description.strip(), f"{part.__name__}.{knob} has no docstring"
+
+
+@each_component
+def test_every_numeric_knob_has_a_bound_and_takes_no_nan(axis, name):
+    for part in knob_sets(REGISTRIES[axis][name]):
+        for knob, field in numeric_knobs(part).items():
+            found = [type(m) for m in field.metadata] + [
+                type(m) for arg in get_args(field.annotation) for m in getattr(arg, "__metadata__", ())
+            ]
+            bounds = {annotated_types.Ge, annotated_types.Gt, annotated_types.Le, annotated_types.Lt, annotated_types.Interval}
+            assert bounds & set(found), f"{part.__name__}.{knob} has no bound"
+            with pytest.raises(ValidationError):
+                part.model_validate({knob: NAN})
+
+
+@each_component
+def test_no_numeric_knob_is_infinite(axis, name):
+    for part in knob_sets(REGISTRIES[axis][name]):
+        for knob in numeric_knobs(part):
+            with pytest.raises(ValidationError) as error:
+                part.model_validate({knob: INF})
+            assert any(problem["loc"] == (knob,) for problem in error.value.errors()), f"{part.__name__}.{knob} takes infinity"
+
+
+@each_component
+def test_it_is_read_from_its_name_where_it_needs_nothing(axis, name):
+    if (axis, name) in LEAST:
+        with pytest.raises(ValidationError):
+            read(axis, name)
+    else:
+        assert read(axis, name) == make(axis, name) == REGISTRIES[axis][name]()
+
+
+@each_component
+def test_it_is_frozen(axis, name):
+    part = make(axis, name)
+    for knob in type(part).model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(part, knob, getattr(part, knob))
+
+
+@each_component
+def test_it_comes_back_from_its_dump(axis, name):
+    variants = [make(axis, name)]
+    if (axis, name) in OTHERWISE:
+        variants.append(read(axis, {"use": name, **OTHERWISE[axis, name]}))
+        assert variants[0] != variants[1]
+    for part in variants:
+        dump = part.model_dump(mode="json")
+        assert dump["use"] == name and set(dump) == {"use", *type(part).model_fields}
+        assert read(axis, json.loads(json.dumps(dump))) == part
+        assert read(axis, part) is part
+
+
+@each_component
+def test_it_takes_no_unknown_key(axis, name):
+    dump = make(axis, name).model_dump(mode="json")
+    knob = next(iter(type(make(axis, name)).model_fields))
+    with pytest.raises(ValidationError, match=f"did you mean '{knob}'"):
+        read(axis, {**dump, knob + "s": 1})
+
+
+@pytest.mark.parametrize("axis", REGISTRIES)
+@pytest.mark.parametrize("value", [None, 3, [], {}, {"use": 3}, {"lam": 1}])
+def test_what_names_no_component_is_refused_with_the_names_there_are(axis, value):
+    with pytest.raises(ValidationError, match=REGISTRIES[axis].names()[0]):
+        read(axis, value)
+
+
+@each_component
+def test_needs_and_provisions_are_names(axis, name):
+    part = make(axis, name)
+    for names in (part.needs, part.provides):
+        assert isinstance(names, frozenset) and all(isinstance(x, str) for x in names)
+    path, line = type(part).where()
+    assert path.is_file() and f"class {type(part).__name__}" in "".join(
+        path.read_text(encoding="utf-8").splitlines()[line - 1 : line + 1]
+    )
+
+
+# --- transports and gates on a rollout ------------------------------------------------------------
+OPERATORS = {
+    **{f"transport-{name}": make("transport", name) for name in transports.names()},
+    **{
+        f"transport-{name}-otherwise": read(axis, {"use": name, **OTHERWISE[axis, name]})
+        for axis, name in OTHERWISE
+        if axis == "transport"
+    },
+    **{
+        f"comp_gae-{name}-{gap}": transports["comp_gae"](gate=make("gate", name), gap=gap)
+        for name in gates.names()
+        for gap in ("carry", "decay", "cut")
+    },
+    **{f"gate-{name}": make("gate", name) for name in gates.names()},
+    **{
+        f"gate-{name}-otherwise": read(axis, {"use": name, **OTHERWISE[axis, name]})
+        for axis, name in OTHERWISE
+        if axis == "gate"
+    },
+}
+
+
+def each_operator_but(*drawing: str):
+    """Every operator in which none of these gates works."""
+
+    def works(part) -> bool:
+        return part is not None and (
+            part.use in drawing or works(getattr(part, "gate", None)) or works(getattr(part, "of", None))
+        )
+
+    kept = {name: operator for name, operator in OPERATORS.items() if not works(operator)}
+    return pytest.mark.parametrize("operator", kept.values(), ids=kept.keys())
+
+
+each_operator = each_operator_but()
+
+
+def rollout_for(operator, **fields):
+    """Gaps in the middle, padding, a response cut by the limit, and one without tokens."""
+    mask = make_mask("1110011111", "1111111111", "1000000000", "0111110000", "0000000000", "1101100000")
+    return make_rollout(mask=mask, statistics=operator.statistics, **fields)
+
+
+def outputs(operator, rollout) -> list[torch.Tensor]:
+    """Everything an operator returns, without what masked positions of a gate hold."""
+    result = operator(rollout)
+    if isinstance(result, torch.Tensor):
+        return [result.masked_fill(~rollout.mask, 0.0)]
+    gate = [result.gate.masked_fill(~rollout.mask, 0.0)] if result.gate is not None else []
+    return [x for x in (result.advantages, result.value_targets) if x is not None] + gate
+
+
+@each_operator
+def test_it_returns_finite_numbers_of_the_mask_s_shape_and_none_where_masked(operator):
+    rollout = rollout_for(operator)
+    for x in outputs(operator, rollout):
+        assert x.shape == rollout.mask.shape and x.is_floating_point() and x.isfinite().all()
+        assert x[~rollout.mask].eq(0).all() and x[rollout.mask].ne(0).any()
+    if isinstance(operator(rollout), torch.Tensor):
+        gate = operator(rollout)[rollout.mask]
+        assert gate.min() >= 0 and gate.max() <= 1
+
+
+@each_operator
+@pytest.mark.parametrize("noise", [NAN, INF, -3.0])
+def test_what_stands_at_masked_positions_changes_nothing(operator, noise):
+    rollout = rollout_for(operator)
+
+    def hide(x):
+        return x.where(rollout.mask, noise)
+
+    noisy = rollout.replace(
+        rewards=hide(rollout.rewards),
+        values=hide(rollout.values),
+        logprobs=hide(rollout.logprobs),
+        reference_logprobs=hide(rollout.reference_logprobs),
+        stats={name: hide(x) for name, x in rollout.stats.items()},
+    )
+    for clean, other in zip(outputs(operator, rollout), outputs(operator, noisy), strict=True):
+        assert torch.equal(clean, other)
+
+
+@each_operator_but("shuffle", "random", "swap")  # draw by row, or take the next row's
+def test_the_order_of_responses_does_not_matter(operator):
+    rollout, order = rollout_for(operator), torch.tensor([3, 5, 0, 4, 2, 1])
+    permuted = rollout.replace(
+        mask=rollout.mask[order],
+        rewards=rollout.rewards[order],
+        values=rollout.values[order],
+        groups=rollout.groups[order],
+        truncated=rollout.truncated[order],
+        bootstrap=rollout.bootstrap[order],
+        stats={n: x[order] for n, x in rollout.stats.items()},
+    )
+    for a, b in zip(outputs(operator, rollout), outputs(operator, permuted), strict=True):
+        assert_close(a[order], b, atol=1e-5, rtol=1e-5)
+
+
+@each_operator_but("shuffle", "random")  # draw by position
+def test_more_padding_changes_nothing(operator):
+    rollout = rollout_for(operator)
+
+    def pad(x):
+        return torch.nn.functional.pad(x, (0, 70), value=0)
+
+    wider = rollout.replace(
+        mask=pad(rollout.mask),
+        rewards=pad(rollout.rewards),
+        values=pad(rollout.values),
+        stats={n: pad(x) for n, x in rollout.stats.items()},
+    )
+    for a, b in zip(outputs(operator, rollout), outputs(operator, wider), strict=True):
+        assert_close(pad(a), b, atol=1e-5, rtol=1e-5)
+
+
+@each_operator
+def test_it_is_a_function_of_the_rollout(operator):
+    """Twice the same, nothing written into its input, no number taken from the global generator."""
+    rollout, untouched, state = rollout_for(operator), rollout_for(operator), torch.get_rng_state()
+    first = outputs(operator, rollout)
+    torch.rand(3)
+    assert all(torch.equal(a, b) for a, b in zip(first, outputs(operator, rollout), strict=True))
+    for name, x in vars(untouched).items():
+        if isinstance(x, torch.Tensor):
+            assert torch.equal(getattr(rollout, name), x), name
+    torch.set_rng_state(state)
+    outputs(operator, rollout)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@each_operator
+def test_it_carries_no_gradient(operator):
+    rollout = rollout_for(operator)
+    rollout = rollout.replace(
+        values=rollout.values.requires_grad_(),
+        bootstrap=rollout.bootstrap.requires_grad_(),
+        logprobs=rollout.logprobs.requires_grad_(),
+        stats={name: x.requires_grad_() for name, x in rollout.stats.items()},
+        moments=dict.fromkeys(rollout.stats, (0.5, 0.3)),
+    )
+    assert not any(x.requires_grad for x in outputs(operator, rollout))
+
+
+@each_operator
+def test_a_batch_without_any_token_gives_nothing(operator):
+    rollout = rollout_for(operator)
+    empty = rollout.replace(mask=torch.zeros_like(rollout.mask))
+    assert all(x.eq(0).all() for x in outputs(operator, empty))
+
+
+@each_operator
+def test_it_says_what_it_reads_of_the_attention(operator):
+    assert all(isinstance(what, Concentration) for what in operator.statistics.values())
+    assert bool(operator.statistics) == ("attention" in operator.needs)
+    if "attention" in operator.needs:
+        with pytest.raises(KeyError):
+            operator(rollout_for(operator).replace(stats={}))
+
+
+# --- geometries -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", geometries.names())
+def test_a_geometry_gives_a_loss_and_metrics_per_token_that_know_nothing_masked(name):
+    geometry, rollout = make("geometry", name), make_rollout()
+    advantages, new = torch.randn(rollout.mask.shape), rollout.logprobs + 0.1
+    for noise in (0.0, NAN):
+        logprobs = new.where(rollout.mask, noise).requires_grad_()
+        loss, metrics = geometry(
+            logprobs, rollout.logprobs.where(rollout.mask, noise), advantages, rollout.mask, rollout.reference_logprobs
+        )
+        loss.sum().backward()
+        assert loss.shape == rollout.mask.shape and loss[~rollout.mask].eq(0).all() and logprobs.grad[~rollout.mask].eq(0).all()
+        assert logprobs.grad[rollout.mask].ne(0).any() and logprobs.grad.isfinite().all()
+        assert all(x.shape == rollout.mask.shape and x.isfinite().all() and not x.requires_grad for x in metrics.values())
