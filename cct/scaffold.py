@@ -43,7 +43,7 @@ RECIPE = """# `cct run {name}.yaml` trains {name} on chain arithmetic; every oth
 name: {name}
 plugins: [./{name}.py]
 task: {{use: chain_arithmetic, steps: 6}}
-policy: {{use: scratch, warm_start: {{steps: 500}}}}
+policy: {{use: scratch, warm_start: {{steps: 700}}}}
 generation: {{use: transformers, max_new_tokens: 48}}
 evidence: [exact_match]
 transport: {{use: {name}, half_life: 64}}

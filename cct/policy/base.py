@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class WarmStart(Knobs):
     """Supervised steps on the task's demonstrations before reinforcement learning; the result is cached."""
 
-    steps: int = Field(600, ge=1)
+    steps: int = Field(700, ge=1)
     """Optimizer steps."""
     batch_size: int = Field(64, ge=1)
     """Demonstrations per step."""

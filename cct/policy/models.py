@@ -24,9 +24,9 @@ class Scratch(Policy):
     """Width of the MLP."""
     layers: int = Field(4, ge=1, le=256)
     """Number of layers."""
-    heads: int = Field(4, ge=1)
+    heads: int = Field(3, ge=1)
     """Query heads."""
-    kv_heads: int = Field(4, ge=1)
+    kv_heads: int = Field(3, ge=1)
     """Key and value heads."""
     max_length: int = Field(512, ge=8)
     """Positions."""

@@ -1,0 +1,9 @@
+check:
+	ruff check .
+	mypy
+	pytest
+
+run:
+	cct run recipes/compo.yaml
+
+.PHONY: check run
