@@ -128,7 +128,7 @@ JSONL = "task={use: jsonl, path: PATH, held_out_path: PATH}"
         (["check", "nope.yaml"], "nope.yaml: no such file"),
         (["check", "recipes/comp.yaml"], "did you mean recipes/compo.yaml?"),
         (["check", "recipes"], "recipes: cannot be read"),
-        (["check", "README.md"], "README.md: "),
+        (["check", "README.md"], "README.md"),
         (["check", "COMPO", "--set", "training"], "--set training: expected a.b=value"),
         (["check", "COMPO", "--set", "training.iteration=3"], "did you mean 'iterations'?"),
         (["check", "COMPO", "--set", "training.iterations=0"], "greater than or equal to 1"),
@@ -249,7 +249,7 @@ def test_explain_prints_sources_needs_and_sizes(capsys):
     assert "needs attention, provided by policy\n" in transport and "needs values, provided by critic\n" in transport
     assert "needs demonstrations, provided by task\n" in output
     characters, width, inner, layers = 3 + len("0123456789+-=;#"), 96, 256, 4
-    per_layer = 4 * width * width + 2 * (width // 4) + 3 * width * inner + 2 * width  # attention, its norms, MLP, norms
+    per_layer = 4 * width * width + 2 * (width // 3) + 3 * width * inner + 2 * width  # attention, its norms, MLP, norms
     assert f"# actor: {characters * width + layers * per_layer + width:,} parameters\n" in output
     assert re.search(r"^# critic \(tac\): [1-9][\d,]* parameters$", output, re.M)
 

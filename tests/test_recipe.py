@@ -255,7 +255,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         ),
         ("training: {micro_batch_size: 3}", "training", ["micro_batch_size (3) must divide the 128 responses"]),
         ("training: {devices: 3}", "training", ["3 processes must divide minibatch_size (128)"]),
-        ("policy: {heads: 5}", "policy", ["heads (5)", "kv_heads (4)"]),
+        ("policy: {heads: 5}", "policy", ["heads (5)", "kv_heads (3)"]),
     ],
 )
 def test_a_bad_value_has_file_line_key_finding_and_help(tmp_path, text, where, says):
