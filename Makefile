@@ -1,9 +1,26 @@
-check:
-	ruff check .
-	mypy
-	pytest
+# Uses .venv where `make install` made one, and otherwise the Python that is on the path.
+PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+
+.PHONY: install check test lint types run clean
+
+install:  ## a virtual environment in .venv, with what development needs
+	test -d .venv || python3 -m venv .venv
+	.venv/bin/python -m pip install -e '.[dev]'
+
+check: lint types test  ## all that must pass before a change is merged
+
+test:
+	$(PYTHON) -m pytest
+
+lint:
+	$(PYTHON) -m ruff check .
+
+types:
+	$(PYTHON) -m mypy
 
 run:
-	cct run recipes/compo.yaml
+	$(PYTHON) -m cct.cli run recipes/compo.yaml
 
-.PHONY: check run
+clean:  ## caches and build leftovers; runs/ and the warm starts in ~/.cache/cct stay
+	rm -rf build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find cct tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
