@@ -78,6 +78,12 @@ class Training(Knobs):
     strategy: Literal["auto", "ddp", "deepspeed_1", "deepspeed_2", "deepspeed_3"] = "auto"
     """How processes share the work, through Lightning: auto is one process, or ddp where there are more; deepspeed needs the
     extra `.[deepspeed]`, and runs on CPUs too."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What DeepSpeed keeps in the CPU's memory: the optimizer's state, or with ZeRO-3 the weights as well."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """bf16: forwards and backwards in bfloat16, weights and optimizer in float32."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward instead of keeping its activations; changes no number."""
     devices: int = Field(1, ge=1, le=1024)
     """Processes on each node, one per device; they divide every minibatch between them."""
     nodes: int = Field(1, ge=1, le=4096)
@@ -93,6 +99,10 @@ class Training(Knobs):
                 f"minibatch_size ({self.minibatch_size}) must divide the {responses} responses of an iteration "
                 f"({self.prompts_per_iteration} prompts x {self.responses_per_prompt} responses)"
             )
+        if self.offload != "none" and not self.strategy.startswith("deepspeed"):
+            raise ValueError(f"offload is DeepSpeed's; strategy is {self.strategy}")
+        if self.offload == "parameters" and self.strategy != "deepspeed_3":
+            raise ValueError(f"offload: parameters needs strategy: deepspeed_3, which splits them; found {self.strategy}")
         if self.minibatch_size % self.processes:
             raise ValueError(f"{self.processes} processes must divide minibatch_size ({self.minibatch_size})")
         if (self.minibatch_size // self.processes) % self.rows_per_forward:
@@ -199,6 +209,14 @@ class Recipe(Knobs):
             for need in sorted(part.needs)
             if not self.providers(need)
         ]
+        if self.generation.truncates and self.geometry.correction == "none":
+            problems.append(
+                (
+                    "generation",
+                    f"top_p ({self.generation.top_p}) or top_k ({self.generation.top_k}) leaves tokens out, so the trainer's "
+                    "ratios are not of the distribution sampled from; set geometry.correction to truncate or mask",
+                )
+            )
         if self.reward_bounds[0] >= self.reward_bounds[1]:
             problems.append(("evidence", "all evidence has weight 0, so every reward is the same; give one a weight"))
         if self.critic is not None and not any("values" in part.needs for part in self.parts.values()):

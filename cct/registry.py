@@ -96,6 +96,9 @@ class Component(Knobs):
         """What it provides to other parts."""
         return frozenset()
 
+    def require(self) -> None:
+        """Asked before a run starts. Raises ValueError where a library or device is missing, with what to install."""
+
     @model_serializer(mode="wrap")
     def _with_name(self, handler: Any) -> dict[str, Any]:
         return {"use": self.use, **handler(self)}

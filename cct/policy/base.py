@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -25,11 +26,24 @@ class WarmStart(Knobs):
     """Steps of linear rise."""
 
 
+class LoRA(Knobs):
+    """Low-rank adapters on a frozen model (Hu et al. 2021, by peft); merged for generation and export."""
+
+    rank: int = Field(16, ge=1, le=4096)
+    """Rank of each adapter."""
+    alpha: int = Field(32, ge=1)
+    """The adapter's product counts alpha / rank."""
+    targets: str | list[str] = "all-linear"
+    """Names of the layers that get one; all-linear is every linear layer but the head."""
+
+
 class Policy(Component):
     """A causal language model with its tokenizer."""
 
     warm_start: WarmStart | None = None
     """Supervised start on the task's demonstrations; null for none."""
+    lora: LoRA | None = None
+    """Train low-rank adapters instead of the weights; needs the extra `.[lora]`; null for all weights."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -38,6 +52,10 @@ class Policy(Component):
     @property
     def provides(self) -> frozenset[str]:
         return frozenset({"attention", "reference"})
+
+    def require(self) -> None:
+        if self.lora and find_spec("peft") is None:
+            raise ValueError("lora needs peft, which is not installed: pip install 'cct[lora]'")
 
     def load(self, *, alphabet: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model (attention that can be tapped, before any warm start) and tokenizer (with pad and end tokens).

@@ -7,15 +7,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cct.evidence import Evidence
+from cct.policy.engines import Engine
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response, derive_seed
 
 from .ranks import Ranks
-from .strategies import whole_weights
 
 
 class TrainingStopped(RuntimeError):
@@ -76,26 +75,16 @@ def judge(
 
 
 def respond(
-    recipe: Recipe,
-    actor: PreTrainedModel,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
-    seeds: list[int] | None,
+    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None
 ) -> list[Response]:
-    """One response per prompt (token ids) from the recipe's engine, each from its own seed; greedy where seeds is None."""
-    with whole_weights(actor):
-        completions = recipe.generation.generate(actor, tokenizer, prompts, seeds)
+    """One response per prompt (token ids), each from its own seed; greedy where seeds is None."""
+    completions = engine.generate(prompts, seeds)
     texts = tokenizer.batch_decode([list(completion.tokens) for completion in completions], skip_special_tokens=True)
-    return [Response(text, c.tokens, c.finished) for text, c in zip(texts, completions, strict=True)]
+    return [Response(text, c.tokens, c.finished, c.logprobs) for text, c in zip(texts, completions, strict=True)]
 
 
 def sample_rows(
-    recipe: Recipe,
-    actor: PreTrainedModel,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
-    seed: int,
-    ranks: Ranks,
+    recipe: Recipe, engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Prompt], seed: int, ranks: Ranks
 ) -> tuple[list[Row], Counter[str]]:
     """`responses_per_prompt` judged responses to each prompt, and how often which evidence raised.
 
@@ -106,7 +95,7 @@ def sample_rows(
     numbers = ranks.share(len(prompts) * each)
     tokens = [tuple(tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
     seeds = [derive_seed(seed, number) for number in numbers]
-    responses = respond(recipe, actor, tokenizer, [tokens[number // each] for number in numbers], seeds)
+    responses = respond(engine, tokenizer, [tokens[number // each] for number in numbers], seeds)
     rewards, keep, errors = judge(recipe.evidence, [prompts[number // each] for number in numbers], responses)
     rows = [
         Row(prompts[number // each], tokens[number // each], response, tuple(reward), kept, number // each)
@@ -116,11 +105,11 @@ def sample_rows(
     return [row for part, _ in gathered for row in part], sum((counts for _, counts in gathered), Counter())
 
 
-def evaluate(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, float]:
+def evaluate(recipe: Recipe, engine: Engine, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, float]:
     """Greedy decoding of the held-out prompts; `eval/accuracy` is the first evidence's mean, `eval/reward` the sum's."""
     prompts = recipe.task.held_out()
     mine = [prompts[number] for number in ranks.share(len(prompts))]
-    responses = respond(recipe, actor, tokenizer, [tokenizer(prompt.text)["input_ids"] for prompt in mine], None)
+    responses = respond(engine, tokenizer, [tokenizer(prompt.text)["input_ids"] for prompt in mine], None)
     first = recipe.evidence[0].model_copy(update={"weight": 1.0})
     names = ("eval/accuracy", "eval/reward", "eval/length", "eval/truncated")
     sums = (

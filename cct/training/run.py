@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 import warnings
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cct.policy.weights import add_lora, without_dropout
 from cct.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 from cct.rollout import derive_seed
 
@@ -47,9 +49,18 @@ def new_folder(root: Path, name: str) -> Path:
 
 def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrainedTokenizerBase, PreTrainedModel | None]:
     """Agent at its starting point, tokenizer, and the reference model where a part needs one."""
-    if recipe.training.threads:
-        torch.set_num_threads(recipe.training.threads)
-    actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report)
+    training = recipe.training
+    if training.threads:
+        torch.set_num_threads(training.threads)
+    try:
+        for part in recipe.parts.values():
+            part.require()
+        actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report)
+        for statistic in recipe.transport.statistics.values():
+            statistic.layer_indices(actor.config.get_text_config().num_hidden_layers)
+    except (ValueError, OSError) as error:
+        raise RecipeError(str(error)) from error
+    without_dropout(actor).train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(recipe.seed, "critic"))
         critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
@@ -58,13 +69,25 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
         reference = type(actor)(actor.config)
         reference.load_state_dict(actor.state_dict())
         reference.requires_grad_(False).eval()
-    return Agent(actor, critic, recipe.generation.temperature), tokenizer, reference
+    if recipe.policy.lora:
+        add_lora(actor, **recipe.policy.lora.model_dump())
+    if training.gradient_checkpointing:
+        actor.gradient_checkpointing_enable({"use_reentrant": False})
+    return Agent(actor, critic, recipe.generation.temperature, bf16=training.precision == "bf16"), tokenizer, reference
 
 
 def start(recipe: Recipe, root: Path, *, console: Console) -> Path | None:
     """Train into a new folder under `root`, which is returned (None on other processes than the first)."""
-    folder = new_folder(root, recipe.name) if is_first() else None
-    train(recipe, folder, console=console)
+    try:
+        folder = new_folder(root, recipe.name) if is_first() else None
+    except OSError as error:
+        raise RecipeError(f"{root}: no folder can be made there ({error})") from None
+    try:
+        train(recipe, folder, console=console)
+    except RecipeError:  # nothing was trained
+        if folder is not None:
+            shutil.rmtree(folder)
+        raise
     return folder
 
 
@@ -99,6 +122,7 @@ def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: 
             max_epochs=recipe.training.critic_warmup + recipe.training.iterations,
             accumulate_grad_batches=recipe.training.micro_batches,
             gradient_clip_val=recipe.training.gradient_clip,
+            precision="bf16-mixed" if recipe.training.precision == "bf16" else "32-true",
             reload_dataloaders_every_n_epochs=1,
             use_distributed_sampler=False,
             strategy=strategy,
@@ -116,6 +140,7 @@ def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: 
                 CreditModule(recipe, agent), datamodule=RolloutData(recipe, collector), ckpt_path=checkpoint, weights_only=False
             )
         finally:
+            collector.close()
             saved = checkpoints(folder) if folder else []
             if saved and int(saved[-1].stem) < recipe.training.iterations:
                 display.say(f"stopped early; go on with: cct run --resume {folder}")
@@ -165,7 +190,11 @@ def evaluate_run(folder: Path) -> dict[str, float]:
         folder / "recipe.yaml", [f"policy={{use: pretrained, path: {json.dumps(str((folder / 'policy').resolve()))}}}"]
     )
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
-    return evaluate(recipe, actor, tokenizer, Ranks())
+    engine = recipe.generation.open(actor, tokenizer)
+    try:
+        return evaluate(recipe, engine, tokenizer, Ranks())
+    finally:
+        engine.close()
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
