@@ -33,12 +33,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cct", description="Credit transport for language-model reinforcement learning.")
+    parser = argparse.ArgumentParser(
+        prog="cct", allow_abbrev=False, description="Credit transport for language-model reinforcement learning."
+    )
     parser.add_argument("--version", action="version", version=f"cct {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, verb, help: str) -> argparse.ArgumentParser:
-        command = verbs.add_parser(name, help=help, description=help)
+        command = verbs.add_parser(name, help=help, description=help, allow_abbrev=False)
         command.set_defaults(verb=verb)
         return command
 
@@ -76,6 +78,11 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = add("eval", _eval, "greedy held-out evaluation of a finished run")
     evaluate.add_argument("run", type=Path)
+
+    export = add("export", _export, "write the policy of a run's checkpoint as a Hugging Face folder")
+    export.add_argument("run", type=Path)
+    export.add_argument("folder", type=Path, help="made; must not hold anything")
+    export.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the newest)")
     return parser
 
 
@@ -166,7 +173,7 @@ def _ls(arguments: argparse.Namespace) -> int:
             if arguments.axis:
                 for knob, field in cls.model_fields.items():
                     default = "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
-                    print(f"      {knob + ' = ' + default:<34} {field.description or ''}")
+                    print(f"      {knob + ' = ' + default:<34} {' '.join((field.description or '').split())}")
     return 0
 
 
@@ -203,6 +210,13 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     for name, value in evaluate_run(arguments.run).items():
         print(f"{name:<18} {value:.4f}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from cct.training.export import export
+
+    print(f"wrote {arguments.folder} from {export(arguments.run, arguments.folder, arguments.iteration)}")
     return 0
 
 

@@ -3,8 +3,8 @@
     base: base/chain_arithmetic.yaml      # optional; this file's keys are laid over it
     transport: {use: comp_gae, lam: 0.95}
 
-Laying over: mappings merge key by key; a component whose `use` differs replaces the other one whole;
-everything else replaces. `--set a.b=c` is one more layer.
+Laying over: mappings merge key by key; a component whose `use` differs replaces the other one whole
+(another generation engine keeps what all engines share); everything else replaces. `--set a.b=c` is one more layer.
 """
 
 from __future__ import annotations
@@ -286,6 +286,11 @@ class _Source:
                     if index >= len(low):
                         raise RecipeError(f"{self.mark(path)}{dotted(path)} has {len(low)} entries; there is no number {index}")
                 return [merge(item, changed[i], (*path, i)) if i in changed else item for i, item in enumerate(low)]
+            registry = REGISTRIES.get(str(path[-1])) if path else None
+            if registry and registry.keeps_shared and isinstance(low, Mapping):
+                high = {"use": high} if isinstance(high, str) else high
+                if isinstance(high, Mapping) and high.get("use", low.get("use")) != low.get("use"):
+                    low = {"use": high["use"]} | {key: low[key] for key in registry.base.model_fields if key in low}
             same = isinstance(high, Mapping) and isinstance(low, Mapping) and high.get("use", low.get("use")) == low.get("use")
             if same:
                 return {

@@ -125,11 +125,13 @@ class Registry(Generic[C]):
     """The components of one axis, by name.
 
     axis: singular name as users say it, `transport`; entry points are read from the group `cct.<axis>`.
+    keeps_shared: where a recipe laid over another one names a different component, knobs of the base class stay.
     """
 
-    def __init__(self, axis: str, base: type[C]):
+    def __init__(self, axis: str, base: type[C], *, keeps_shared: bool = False):
         self.axis = axis
         self.base = base
+        self.keeps_shared = keeps_shared
         self._classes: dict[str, type[C]] = {}
         REGISTRIES[axis] = self
 

@@ -94,6 +94,18 @@ def test_another_component_replaces_the_whole(tmp_path):
     assert load_recipe(over(tmp_path, "transport: {use: comp_gae, whiten: false}")).transport == CompGAE(lam=0.9, whiten=False)
 
 
+def test_another_engine_keeps_what_all_engines_share(tmp_path):
+    path = over(
+        tmp_path, "seed: 1", SMALL.replace("generation: transformers", "generation: {use: transformers, temperature: 0.5}")
+    )
+    for change in ("generation.use=vllm", "generation=vllm", "generation={use: vllm, sleep: false}"):
+        recipe = load_recipe(path, ["generation.max_new_tokens=9", change])
+        assert (recipe.generation.use, recipe.generation.temperature, recipe.generation.max_new_tokens) == ("vllm", 0.5, 9)
+    assert recipe.generation.sleep is False
+    back = load_recipe(path, ["generation={use: vllm, sleep: false}", "generation.use=transformers"])
+    assert back.generation.temperature == 0.5
+
+
 def test_another_gate_replaces_the_gate_alone(tmp_path):
     recipe = load_recipe(over(tmp_path, "transport: {gate: {use: shuffle, of: {low: 0.5, use: attention}}}"))
     assert recipe.transport == CompGAE(lam=0.9, gate=ShuffleGate(of=AttentionGate(low=0.5)))

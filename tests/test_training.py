@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from cct.evidence import Evidence
 from cct.recipe import RecipeError, load_recipe
 from cct.rollout import Prompt, Response
 from cct.training.callbacks import checkpoints
 from cct.training.collect import Collector
+from cct.training.export import export
 from cct.training.rows import TrainingStopped, judge
-from cct.training.run import build, evaluate_run, new_folder, read_metrics, resume, train
+from cct.training.run import build, evaluate_run, new_folder, read_metrics, resume, start, train
 from cct.training.warm_start import warm_start
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -317,3 +318,108 @@ def test_a_warm_start_is_trained_once_and_then_read_from_the_cache(tmp_path, mon
     assert_same_tensors(dict(first.state_dict()), dict(again.state_dict()))
     warm_start(recipe.policy, recipe.task, 1, report)
     assert steps == [1, 2, 3, 1, 2, 3]  # another seed is another warm start
+
+
+def test_recomputed_activations_change_no_weight(tmp_path):
+    kept, recomputed = (run(tiny("compo", f"training.gradient_checkpointing={on}"), tmp_path) for on in ("false", "true"))
+    a, b = final_state(kept)["optimizer_states"][0]["state"], final_state(recomputed)["optimizer_states"][0]["state"]
+    for index in a:
+        torch.testing.assert_close(a[index]["exp_avg"], b[index]["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def test_in_bfloat16_the_ratio_starts_at_one_too_and_the_weights_stay_float32(tmp_path):
+    recipe = tiny("compo", "training.precision=bf16", "training.micro_batch_size=2")
+    agent, iteration = collected(recipe)
+    rollout = iteration.rollout
+    exact = build(tiny("compo"))[0](rollout.input_ids, rollout.attention_mask, rollout.mask.shape[1]).logprobs
+    assert not torch.allclose(exact, rollout.logprobs, rtol=0, atol=1e-5)  # it is bfloat16
+    torch.testing.assert_close(exact, rollout.logprobs, rtol=0, atol=0.1)
+    for batch in iteration.updates:
+        if batch.trace is None:
+            logprobs = agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1]).logprobs
+            torch.testing.assert_close(logprobs, batch.logprobs, rtol=0, atol=1e-5)
+    folder = run(recipe, tmp_path)
+    assert read_metrics(folder)[-1]["engine/logprob_gap"] < 0.05
+    assert all(w.dtype == torch.float32 for w in final_state(folder)["state_dict"].values())
+
+
+def test_adapters_train_alone_and_are_merged_on_export(tmp_path):
+    pytest.importorskip("peft")
+    recipe = tiny("compo", "policy.lora={rank: 2}", "training.learning_rate=1.0e-2", "evidence.0.pattern=(.)")
+    start = dict(build(recipe)[0].actor.state_dict())
+    folder = run(recipe, tmp_path)
+    trained = {n.removeprefix("agent.actor."): w for n, w in final_state(folder)["state_dict"].items() if "actor" in n}
+    moved = {name for name in trained if not torch.equal(trained[name], start[name])}
+    assert moved and all(".lora_" in name for name in moved)
+    export(folder, tmp_path / "exported")
+    for path in (folder / "policy", tmp_path / "exported"):
+        merged = AutoModelForCausalLM.from_pretrained(path).state_dict()
+        assert not any("lora" in name for name in merged)
+        name = "model.layers.0.self_attn.q_proj"
+        product = trained[f"{name}.lora_B.default.weight"] @ trained[f"{name}.lora_A.default.weight"] * 32 / 2
+        torch.testing.assert_close(merged[f"{name}.weight"], trained[f"{name}.base_layer.weight"] + product)
+    assert evaluate_run(folder)["eval/length"] > 0
+
+
+def test_export_of_an_earlier_checkpoint_and_what_it_refuses(tmp_path):
+    folder = run(tiny("compo", "training.checkpoint_every=1"), tmp_path)
+    export(folder, tmp_path / "first", 1)
+    export(folder, tmp_path / "last")
+    first, last, final = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (tmp_path / "first", tmp_path / "last", folder / "policy")
+    )
+    assert_same_tensors(dict(last), dict(final))
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    with pytest.raises(RecipeError, match="something is there already"):
+        export(folder, tmp_path / "first")
+    with pytest.raises(RecipeError, match="no checkpoint of iteration 7; there are those of iterations 1, 2"):
+        export(folder, tmp_path / "new", 7)
+    with pytest.raises(RecipeError, match="not a run folder"):
+        export(tmp_path, tmp_path / "new")
+
+
+def test_dropout_is_off():
+    from cct.policy.weights import without_dropout
+
+    model = without_dropout(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20))).train()
+    ids = torch.arange(10).unsqueeze(0)
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_a_truncated_distribution_needs_a_correction_which_is_logged(tmp_path):
+    with pytest.raises(RecipeError, match=r"generation: top_p \(0.5\).*geometry.correction"):
+        tiny("grpo", "generation.top_p=0.5")
+    folder = run(tiny("grpo", "generation.top_p=0.5", "geometry.correction=truncate"), tmp_path)
+    event = read_metrics(folder)[-1]
+    assert 0 < event["correction/raw"] < 1 and event["correction/used"] == event["correction/raw"]
+    masked = read_metrics(run(tiny("grpo", "generation.top_k=2", "geometry.correction=mask"), tmp_path))[-1]
+    assert masked["correction/used"] < masked["correction/raw"] and masked["correction/changed"] > 0
+
+
+def test_the_engines_log_probabilities_travel_in_the_rollout():
+    _, iteration = collected(tiny("compo", "generation.temperature=0.7"))
+    rollout = iteration.rollout
+    torch.testing.assert_close(
+        rollout.rollout_logprobs.masked_fill(~rollout.mask, 0.0), rollout.logprobs.masked_fill(~rollout.mask, 0.0)
+    )
+    assert iteration.metrics["engine/logprob_gap_max"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("transport.gate.layers=[9]", r"attention layers \[9\] do not fit a model of 2 layers"),
+        ("policy={use: pretrained, path: ./nowhere}", r"cannot load '\./nowhere'"),
+    ],
+)
+def test_what_only_the_model_can_tell_is_said_before_anything_is_trained(change, message, tmp_path):
+    with pytest.raises(RecipeError, match=message):
+        start(tiny("compo", change), tmp_path, console=Console(file=io.StringIO()))
+    assert not list((tmp_path / "compo").iterdir())  # no folder of a run that was none
+
+
+def test_a_file_where_run_folders_should_be_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match="no folder can be made there"):
+        start(tiny("grpo"), tmp_path / "file", console=Console(file=io.StringIO()))

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .generation import VLLM, Completion, EngineError, Generation
-from .weights import logprobs_of, named_weights, whole
+from .weights import is_split, logprobs_of, named_weights
 
 PROBE_SHAPE = (4, 32)  # sequences, tokens
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # measured in float32: 1e-6 in order, 0.1 and more with a stale head
@@ -52,24 +60,41 @@ class Engine:
 
 
 class TransformersEngine(Engine):
-    """transformers' `generate` on the actor itself; there is nothing to renew."""
+    """transformers' `generate` on the actor itself, or on a whole copy where ZeRO-3 has split its weights.
+
+    On split weights the processes would have to agree on every forward, and their responses end at different lengths.
+    """
+
+    def __init__(self, knobs: Generation, actor: PreTrainedModel, tokenizer: Tokenizer):
+        super().__init__(knobs, actor, tokenizer)
+        self.model = actor
+        if is_split(actor):
+            self.model = cast(PreTrainedModel, type(actor)(actor.config)).to(device=actor.device)  # type: ignore[call-arg]
+            self.sync()
+
+    def sync(self) -> dict[str, float]:
+        if self.model is not self.actor:
+            own = self.model.state_dict()
+            for name, weight in named_weights(self.actor):
+                own[name].copy_(weight)
+        return {}
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[Completion]:
-        actor, training = self.actor, self.actor.training
-        actor.eval()
+        training = self.model.training
+        self.model.eval()
         completions: list[Completion] = []
-        with whole(list(actor.parameters())), torch.no_grad():
-            for start in range(0, len(prompts), self.knobs.batch_size):
-                batch = slice(start, start + self.knobs.batch_size)
-                completions += self._batch(prompts[batch], seeds[batch] if seeds is not None else None)
-        actor.train(training)
+        for start in range(0, len(prompts), self.knobs.batch_size):
+            batch = slice(start, start + self.knobs.batch_size)
+            completions += self._batch(prompts[batch], seeds[batch] if seeds is not None else None)
+        self.model.train(training)
         return completions
 
+    @torch.no_grad()
     def _batch(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[Completion]:
         knobs, pad, device = self.knobs, self.tokenizer.pad_token_id, self.actor.device
         width = max(map(len, prompts))
         sampler = _Sampler(knobs, seeds) if seeds is not None else None
-        output: Tensor = self.actor.generate(  # type: ignore[operator]
+        output: Tensor = self.model.generate(  # type: ignore[operator]
             input_ids=torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device),
             attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
             generation_config=GenerationConfig(
@@ -77,13 +102,22 @@ class TransformersEngine(Engine):
                 eos_token_id=self.ends,
                 pad_token_id=pad,
                 do_sample=False,
-                stop_strings=list(knobs.stop) or None,
             ),
             logits_processor=LogitsProcessorList([sampler] if sampler else []),
-            tokenizer=self.tokenizer if knobs.stop else None,
+            stopping_criteria=StoppingCriteriaList([self._stopped(width)] if knobs.stop else []),
         )[:, width:]
         logprobs = torch.stack(sampler.logprobs, 1).tolist() if sampler else [[]] * len(prompts)
         return [self._completion(tokens, logs) for tokens, logs in zip(output.tolist(), logprobs, strict=True)]
+
+    def _stopped(self, width: int):
+        """Stopping criterion: a stop string was just completed (transformers' own needs tokenizers of words)."""
+        longest = max(map(len, self.knobs.stop)) + 4  # tokens; a few more, where a character takes several
+
+        def stopped(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            tails = [self.tokenizer.decode(row) for row in input_ids[:, max(width, input_ids.shape[1] - longest) :].tolist()]
+            return torch.tensor([any(s in tail for s in self.knobs.stop) for tail in tails], device=input_ids.device)
+
+        return stopped
 
     def _completion(self, tokens: list[int], logprobs: list[float]) -> Completion:
         """What was emitted before the padding."""
@@ -134,8 +168,11 @@ class VLLMEngine(Engine):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        warnings.filterwarnings("ignore", module="vllm")
         cache = knobs.kv_cache_gb or (None if on_gpu else DEFAULT_CPU_CACHE_GB)
-        threads, several = torch.get_num_threads(), torch.distributed.is_initialized()
+        threads = torch.get_num_threads()
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         try:
             from vllm import LLM
 

@@ -58,7 +58,8 @@ class Generation(Component):
         raise NotImplementedError
 
 
-engines: Registry[Generation] = Registry("generation", Generation)
+# Another engine samples the same: what all of them share stays.
+engines: Registry[Generation] = Registry("generation", Generation, keeps_shared=True)
 
 
 @engines.register("transformers")

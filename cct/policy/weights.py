@@ -18,8 +18,13 @@ GATHERED = 24
 ADAPTER = "default"
 
 
+def is_split(model: nn.Module) -> bool:
+    """Whether ZeRO-3 has split the weights between processes."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
 @contextmanager
-def whole(parameters: list[nn.Parameter]) -> Iterator[None]:
+def _whole(parameters: list[nn.Parameter]) -> Iterator[None]:
     """While open, every process holds all of these weights, should ZeRO-3 have split them; all processes must enter."""
     split = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
     if not split:
@@ -40,7 +45,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     units = list(_units(model))
     for start in range(0, len(units), GATHERED):
         some = units[start : start + GATHERED]
-        with whole([p for _, weight, layer in some for p in (weight, *(_adapters(layer) if layer is not None else ()))]):
+        with _whole([p for _, weight, layer in some for p in (weight, *(_adapters(layer) if layer is not None else ()))]):
             for name, weight, layer in some:
                 tensor = weight.detach()
                 if isinstance(tensor, DTensor):

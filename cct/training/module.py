@@ -87,6 +87,7 @@ class CreditModule(LightningModule):
         self.sums: dict[str, float] = defaultdict(float)  # over this process's micro-batches
         self.norms: dict[str, list[float]] = defaultdict(list)  # of each optimizer step, the same on every process
         self.update_started = 0.0
+        self.learns = "actor"  # or the critic: who the present minibatch is for
         parts = {"actor": agent.actor} | ({"critic": agent.critic} if agent.critic is not None else {})
         self.parameters_of = {name: [p for p in part.parameters() if p.requires_grad] for name, part in parts.items()}
 
@@ -116,7 +117,7 @@ class CreditModule(LightningModule):
         self.update_started = time.perf_counter()
 
     def training_step(self, batch: Minibatch, batch_index: int) -> torch.Tensor:
-        learns = "actor" if batch.trace is None else "critic"
+        learns = self.learns = "actor" if batch.trace is None else "critic"
         for group in self.optimizers().param_groups:  # type: ignore[union-attr]
             group["active"] = group["name"] == learns
         for name, parameters in self.parameters_of.items():  # or ZeRO-3 takes the other's last gradients into the norm
@@ -167,6 +168,16 @@ class CreditModule(LightningModule):
                 norm = torch.nn.utils.clip_grad_norm_(touched, self.recipe.training.gradient_clip)
                 self._finite(norm, f"{group['name']} (gradient)")
                 self.norms[f"{group['name']}/gradient_norm"].append(float(norm))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed clips by itself; the norm of what it clipped is recorded and checked here."""
+        engine = getattr(self.trainer.strategy, "deepspeed_engine", None)
+        before = engine.global_steps if engine is not None else 0
+        super().optimizer_step(*args, **kwargs)
+        if engine is not None and engine.global_steps > before:
+            norm = torch.as_tensor(engine.get_global_grad_norm())
+            self._finite(norm, f"{self.learns} (gradient)")
+            self.norms[f"{self.learns}/gradient_norm"].append(float(norm))
 
     def update_metrics(self) -> dict[str, float]:
         """Means over the epoch's optimizer steps, of the critic and of the policy each, over all processes."""

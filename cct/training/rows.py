@@ -79,8 +79,8 @@ def respond(
 ) -> list[Response]:
     """One response per prompt (token ids), each from its own seed; greedy where seeds is None."""
     completions = engine.generate(prompts, seeds)
-    texts = tokenizer.batch_decode([list(completion.tokens) for completion in completions], skip_special_tokens=True)
-    return [Response(text, c.tokens, c.finished, c.logprobs) for text, c in zip(texts, completions, strict=True)]
+    decode = lambda completion: str(tokenizer.decode(list(completion.tokens), skip_special_tokens=True))  # noqa: E731
+    return [Response(decode(c), c.tokens, c.finished, c.logprobs) for c in completions]
 
 
 def sample_rows(
