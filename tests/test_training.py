@@ -271,7 +271,7 @@ def test_evidence_that_raises_follows_the_recipe(choice, plugin):
     else:
         rewards, keep, errors = judge(recipe.evidence, prompts, responses)
         assert rewards == [[0.5, 0.5], [0.0, 0.0, 0.0]]  # dense rewards stand at their tokens
-        assert keep == [True, choice == "zero"] and errors == {f"{name}_odd": 1}
+        assert keep == [True, choice == "zero"] and errors == {f"errors/{name}_odd": 1}
 
 
 def test_dropped_responses_are_counted_and_do_not_train(plugin, tmp_path):

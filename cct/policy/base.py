@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+# Added to the recipe's seed for the stream of demonstrations, so that they are not the training prompts over again.
+WARM_START_SEED = 1_000_003
+
+
 class WarmStart(Knobs):
     """Supervised steps on the task's demonstrations before reinforcement learning; the result is cached."""
 

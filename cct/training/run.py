@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cct.evidence import close_workers
 from cct.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 from cct.rollout import derive_seed
 
@@ -28,7 +29,7 @@ from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
 from .collect import Collector
 from .module import CreditModule, RolloutData
 from .ranks import Ranks
-from .rows import evaluate
+from .rows import evaluate, evaluate_frozen
 from .strategies import strategy_of
 from .warm_start import warm_start
 
@@ -116,6 +117,7 @@ def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: 
                 CreditModule(recipe, agent), datamodule=RolloutData(recipe, collector), ckpt_path=checkpoint, weights_only=False
             )
         finally:
+            close_workers()
             saved = checkpoints(folder) if folder else []
             if saved and int(saved[-1].stem) < recipe.training.iterations:
                 display.say(f"stopped early; go on with: cct run --resume {folder}")
@@ -157,7 +159,10 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
 
 
 def evaluate_run(folder: Path) -> dict[str, float]:
-    """Greedy held-out evaluation of a run's exported policy."""
+    """Greedy evaluation of a run's exported policy on the held-out problems and on the frozen sets.
+
+    Raises TrainingStopped where evidence fails under `on_error: fail`.
+    """
     _quiet()
     if not (folder / "policy").is_dir():
         raise RecipeError(f"{folder}: no exported policy (policy/); the run has not ended yet")
@@ -165,7 +170,10 @@ def evaluate_run(folder: Path) -> dict[str, float]:
         folder / "recipe.yaml", [f"policy={{use: pretrained, path: {json.dumps(str((folder / 'policy').resolve()))}}}"]
     )
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
-    return evaluate(recipe, actor, tokenizer, Ranks())
+    try:
+        return evaluate(recipe, actor, tokenizer, Ranks()) | evaluate_frozen(recipe, actor, tokenizer, Ranks())
+    finally:
+        close_workers()
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
