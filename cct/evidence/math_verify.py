@@ -18,8 +18,7 @@ class MathVerify(Evidence):
     """1 where the response's answer equals the gold answer as mathematics, else 0; needs the extra `.[math]`."""
 
     on_error: Literal["fail", "zero", "drop"] = "zero"
-    """Where judging raises or takes too long, which the mathematics of a wrong answer can: stop the run, count 0, or leave the
-    response out of the update."""
+    """Where judging raises or takes too long, as wrong answers can make it: stop the run, count 0, or drop the response."""
     workers: int = Field(2, ge=0, le=256)
     """Processes that judge beside the trainer; 0 judges in the trainer's own and needs `time_limit: null`."""
     time_limit: float | None = Field(10.0, gt=0, le=86400)

@@ -19,8 +19,7 @@ class ReasoningGymScore(Evidence):
     """What reasoning-gym's own scorer gives the answer, for problems of the task reasoning_gym."""
 
     pattern: Pattern | None = None
-    """Regular expression; the first group of its last match in the response is the answer (the whole match if it has no
-    group). Null takes the whole response, stripped."""
+    """Regular expression; the first group of its last match is the answer; null takes the whole response, stripped."""
     partial: bool = True
     """Keep scores between 0 and 1; false counts anything below 1 as 0."""
 

@@ -35,8 +35,7 @@ class RewardModel(Evidence):
     max_length: int = Field(2048, ge=2)
     """Tokens read of prompt and response together; what is longer loses its beginning."""
     join: Literal["plain", "chat"] = "plain"
-    """How prompt and response become one text: one after the other, or as a turn of the user and one of the assistant in the
-    model's chat template."""
+    """How prompt and response become one text: one after the other, or as two turns in the model's chat template."""
     workers: int = Field(0, ge=0, le=0)
     """None: the model is in the trainer's process, which judges in batches."""
     time_limit: None = None

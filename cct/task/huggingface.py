@@ -65,8 +65,7 @@ class Datasets(Table):
     preset: Literal["gsm8k", "math", "deepmath", "math500", "aime24", "aime25"] | None = None
     """Well-known set whose path, splits, fields and prompt are taken; keys given beside it win."""
     path: str = Field(min_length=1)
-    """Name on the hub, a folder written by `save_to_disk`, a folder of data files, or one `.jsonl`, `.json`, `.csv` or
-    `.parquet` file."""
+    """Name on the hub, a folder written by `save_to_disk` or of data files, or one .jsonl, .json, .csv or .parquet file."""
     name: str | None = None
     """Configuration of the set, where it has several."""
     split: str | None = "train"

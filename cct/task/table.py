@@ -24,11 +24,9 @@ class Table(Task):
     answer_field: str = "answer"
     """Field that holds the gold answer."""
     template: str | None = None
-    """Text of the prompt, with fields of the row in braces; null takes the prompt field as it is. A brace itself is written
-    twice: `{question}\\nAnswer with \\\\boxed{{}}`."""
+    """Text of the prompt, with fields in braces: `{question} Use \\boxed{{}}.`; null takes the prompt field as it is."""
     answer_pattern: str | None = None
-    """Regular expression; the first group of its last match in the answer field is the gold answer (the whole match if it has
-    no group). Null takes the field as it is."""
+    """Regular expression; the first group of its last match in the answer field is the gold answer; null takes the field."""
     held_out_limit: int = Field(400, ge=1)
     """At most so many evaluation problems, the first ones."""
     on_overlap: Literal["fail", "drop"] = "fail"
