@@ -496,6 +496,16 @@ def test_the_reasoning_gym_stream_is_a_function_of_seed_and_position():
     assert task.held_out() == again.held_out()
 
 
+def test_the_expert_stops_early_at_the_noted_rate():
+    task = ReasoningGym(**SUMS, held_out_size=20, noise=0.3)
+    early, shown = 0, task.demonstrations(5, 0, 600)
+    for (text, response), prompt in zip(shown, task.prompts(5, 0, 600), strict=True):
+        assert text == prompt.text and response in (prompt.answer, prompt.answer[:-1])
+        early += response != prompt.answer
+    assert early / 600 == pytest.approx(0.3, abs=0.07)  # 3.7 standard errors
+    assert task.demonstrations(5, 100, 50) == shown[100:150]
+
+
 def test_reasoning_gym_never_trains_on_held_out_problems():
     task = ReasoningGym(**SUMS, held_out_size=60)
     held_out = [prompt.text for prompt in task.held_out()]

@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import cached_property, lru_cache
 from typing import Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from cct.registry import Knobs, did_you_mean, optional
 from cct.rollout import Prompt, derive_seed
@@ -29,7 +29,7 @@ class Kind(Knobs):
     """Its name in reasoning-gym, such as chain_sum."""
     weight: float = Field(1.0, gt=0, le=1e6)
     """How often it comes up, relative to the others."""
-    config: dict[str, Any] = {}
+    config: dict[str, JsonValue] = {}
     """Its own settings, which make it easier or harder; those left out keep reasoning-gym's defaults."""
 
 
@@ -39,7 +39,7 @@ class ReasoningGym(Task):
 
     name: str | None = None
     """One data set, where there is no mixture."""
-    config: dict[str, Any] = {}
+    config: dict[str, JsonValue] = {}
     """Settings of that one."""
     datasets: tuple[Kind, ...] = ()
     """A mixture: entries {name, weight, config}."""
@@ -47,6 +47,8 @@ class ReasoningGym(Task):
     """Text of the prompt around {question}; a brace itself is written twice."""
     held_out_size: int = Field(200, ge=1, le=10_000)
     """Problems kept for evaluation and never trained on; fewer where the data sets have fewer."""
+    noise: float = Field(0.0, ge=0, le=1)
+    """How often the expert that demonstrates stops one character before the end of its answer."""
 
     @field_validator("template")
     @classmethod
@@ -114,7 +116,11 @@ class ReasoningGym(Task):
         return [prompt for _, prompt in self._stream(seed, start, count)]
 
     def demonstrations(self, seed: int, start: int, count: int) -> list[tuple[str, str]]:
-        return [(prompt.text, answer) for answer, prompt in self._stream(seed, start, count)]
+        shown = []
+        for index, (answer, prompt) in enumerate(self._stream(seed, start, count), start):
+            early = random.Random(f"{seed}:{index}:noise").random() < self.noise
+            shown.append((prompt.text, answer[:-1] if early else answer))
+        return shown
 
     @property
     def provides(self) -> frozenset[str]:
