@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument("axis", choices=("transport",))
     new.add_argument("name")
 
-    evaluate = add("eval", _eval, "greedy held-out evaluation of a finished run")
+    evaluate = add("eval", _eval, "greedy evaluation of a finished run, on the held-out problems and the frozen sets")
     evaluate.add_argument("run", type=Path)
 
     export = add("export", _export, "write the policy of a run's checkpoint as a Hugging Face folder")
@@ -126,14 +126,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _checked(path: str, overrides: list[str]):
     """The recipe, its data looked at as well."""
+    from cct.preflight import preflight
     from cct.recipe import RecipeError, load_recipe
 
     recipe = load_recipe(path, overrides)
     try:
-        recipe.task.held_out()
-        recipe.task.prompts(recipe.seed, 0, 1)
-    except (ValueError, OSError) as error:
-        raise RecipeError(f"{path}: task '{recipe.task.use}': {error}") from None
+        preflight(recipe)
+    except RecipeError as error:
+        raise RecipeError(*(f"{path}: {problem}" for problem in error.problems)) from None
     return recipe
 
 
@@ -206,10 +206,17 @@ def _new(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
+    from cct.training.rows import TrainingStopped
     from cct.training.run import evaluate_run
 
-    for name, value in evaluate_run(arguments.run).items():
-        print(f"{name:<18} {value:.4f}")
+    try:
+        metrics = evaluate_run(arguments.run)
+    except TrainingStopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    width = max(18, *map(len, metrics))
+    for name, value in metrics.items():
+        print(f"{name:<{width}} {value:.4f}")
     return 0
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -132,6 +132,8 @@ class Evaluation(Knobs):
 
     every: int = Field(10, ge=1)
     """Iterations between evaluations; before the first and after the last one there always is one."""
+    frozen: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[Task, tasks]] = {}
+    """Further evaluation sets by name, each the held-out problems of a task. `cct eval` alone reads them, a run never does."""
 
 
 class Logging(Knobs):
@@ -172,15 +174,19 @@ class Recipe(Knobs):
 
     @property
     def parts(self) -> dict[str, Component]:
-        """Every component by its place, gates inside transports included."""
+        """Every component by its place, gates inside transports and frozen evaluation sets included."""
         found: dict[str, Component] = {}
 
         def add(place: str, value: Any) -> None:
             if isinstance(value, list):
                 for index, item in enumerate(value):
                     add(f"{place}.{index}", item)
-            elif isinstance(value, Component):
-                found[place] = value
+            elif isinstance(value, dict):
+                for key, item in value.items():
+                    add(f"{place}.{key}", item)
+            elif isinstance(value, Knobs):
+                if isinstance(value, Component):
+                    found[place] = value
                 for name in type(value).model_fields:
                     add(f"{place}.{name}", getattr(value, name))
 
@@ -196,7 +202,8 @@ class Recipe(Knobs):
 
     def providers(self, need: str) -> list[str]:
         """Places of this recipe that provide `need`."""
-        found = [place for place, part in self.parts.items() if need in part.provides]
+        training = {place: part for place, part in self.parts.items() if not place.startswith("evaluation.")}
+        found = [place for place, part in training.items() if need in part.provides]
         if need == "groups" and self.training.responses_per_prompt >= 2:
             found.append("training.responses_per_prompt")
         return found
@@ -379,6 +386,8 @@ def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> _Source:
     source, above = _read_yaml(path), (*above, path.resolve())
     if isinstance(source.data.get("plugins"), list):  # relative to the file that names them
         source.data["plugins"] = [_absolute_plugin(entry, path.parent) for entry in source.data["plugins"]]
+    if isinstance(source.data.get("evidence"), list):  # so are files with code of evidence
+        source.data["evidence"] = [_absolute_python(entry, path.parent) for entry in source.data["evidence"]]
     base = source.data.pop("base", None)
     if base is None:
         return source
@@ -399,6 +408,12 @@ def _absolute_plugin(entry: Any, folder: Path) -> Any:
     if isinstance(plugin, dict) and isinstance(plugin.get("path"), str) and plugin["path"].endswith(".py"):
         plugin = {**plugin, "path": str((folder / plugin["path"]).resolve())}
     return plugin
+
+
+def _absolute_python(entry: Any, folder: Path) -> Any:
+    if isinstance(entry, dict) and entry.get("use") == "python" and isinstance(entry.get("path"), str):
+        entry = {**entry, "path": str((folder / entry["path"]).resolve())}
+    return entry
 
 
 def _override(text: str) -> _Source:
@@ -497,7 +512,7 @@ def _purpose(keys: Sequence[str | int], data: Any) -> str:
             data = data[key]
         except (KeyError, IndexError, TypeError):
             data = None
-        if isinstance(key, str):  # an index stays within its list's axis
+        if isinstance(key, str) and get_origin(knobs) is not dict:  # an index, or a name, stays within its axis
             field = knobs.model_fields.get(key) if isinstance(knobs, type) and issubclass(knobs, Knobs) else None
             if field is None:
                 return ""

@@ -14,7 +14,7 @@ LAYERS = [
     ("rollout",),
     AXES,
     ("recipe",),
-    ("training", "explain", "scaffold"),
+    ("training", "explain", "scaffold", "preflight"),
     ("study",),
     ("report",),
     ("cli",),

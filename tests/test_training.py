@@ -2,15 +2,20 @@
 
 import io
 import json
+import multiprocessing
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from cct.evidence import Evidence
+from cct.cli import main
+from cct.evidence import Evidence, close_workers
+from cct.evidence.exact_match import ExactMatch
+from cct.evidence.python import PythonFunction
 from cct.recipe import RecipeError, load_recipe
 from cct.rollout import Prompt, Response
 from cct.training.callbacks import checkpoints
@@ -22,7 +27,6 @@ from cct.training.warm_start import warm_start
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TINY = [
-    "task.steps=2",
     "policy.hidden_size=32",
     "policy.intermediate_size=32",
     "policy.layers=2",
@@ -37,11 +41,14 @@ TINY = [
     "training.minibatch_size=8",
 ]
 TINY_CRITIC = ["training.critic_warmup=1", "training.critic_epochs=2"]
+TINY_CHAIN = ["task.steps=2"]
 
 
 def tiny(recipe="compo", *sets):
-    critic = TINY_CRITIC if recipe != "grpo" else []
-    return load_recipe(RECIPES / f"{recipe}.yaml", [*TINY, *critic, *sets])
+    whole = load_recipe(RECIPES / f"{recipe}.yaml")
+    critic = TINY_CRITIC if whole.critic else []
+    chain = TINY_CHAIN if whole.task.use == "chain_arithmetic" else []
+    return load_recipe(RECIPES / f"{recipe}.yaml", [*TINY, *critic, *chain, *sets])
 
 
 def run(recipe, root, **options):
@@ -272,7 +279,81 @@ def test_evidence_that_raises_follows_the_recipe(choice, plugin):
     else:
         rewards, keep, errors = judge(recipe.evidence, prompts, responses)
         assert rewards == [[0.5, 0.5], [0.0, 0.0, 0.0]]  # dense rewards stand at their tokens
-        assert keep == [True, choice == "zero"] and errors == {f"{name}_odd": 1}
+        assert keep == [True, choice == "zero"] and errors == {f"errors/{name}_odd": 1}
+
+
+HANGS = """
+import os, time
+def score(prompt, response):
+    if response.text == "hang":
+        time.sleep(3600)
+    if response.text == "exit":
+        os._exit(1)
+    return 0.5
+"""
+
+
+@pytest.fixture
+def hangs(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    yield PythonFunction(path=tmp_path / "hangs.py", time_limit=1.0, weight=2.0)
+    close_workers()
+
+
+@pytest.mark.parametrize("choice", ["fail", "zero", "drop"])
+def test_evidence_that_hangs_or_dies_follows_the_recipe(choice, hangs):
+    texts = ["a", "hang", "exit", "b"]
+    prompts, responses = [Prompt("p")] * 4, [Response(text, (5, 6), True) for text in texts]
+    part = hangs.model_copy(update={"on_error": choice})
+    if choice == "fail":
+        with pytest.raises(
+            TrainingStopped, match=r"evidence 'python' took longer than time_limit, 1 s, judging 'hang'.*on_error"
+        ):
+            judge([part], prompts, responses)
+    else:
+        rewards, keep, failures = judge([part, ExactMatch(pattern="(.)")], prompts, responses)
+        assert rewards == [[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
+        assert keep == [True, choice == "zero", choice == "zero", True]
+        assert failures == {"timeouts/python": 1, "errors/python": 1}
+
+
+def test_workers_judge_a_run_and_end_with_it(hangs, plugin, tmp_path):
+    sets, name = plugin  # evidence that a plug-in registers is made again in a worker
+    evidence = (
+        f"evidence=[{{use: python, path: {hangs.path}}}, {{use: {name}_odd, on_error: zero, workers: 1, time_limit: 30}}]"
+    )
+    folder = run(tiny("grpo", sets, evidence, "generation.max_new_tokens=5"), tmp_path)
+    assert not multiprocessing.active_children()
+    events = [e for e in read_metrics(folder) if "train/reward" in e]
+    assert all(e["train/reward"] >= 0.5 for e in events) and "evidence/timeouts/python" not in events[0]
+    assert any(e[f"evidence/errors/{name}_odd"] > 0 for e in events)
+    evaluated = read_metrics(folder)[0]
+    assert evaluated["eval/accuracy"] == 0.5 and 0.5 <= evaluated["eval/reward"] <= 0.5 * (1 + 5)
+
+
+def test_frozen_sets_are_read_by_eval_alone_and_averaged(tmp_path, capsys):
+    one, four = (f"{{use: chain_arithmetic, steps: {steps}, held_out_size: 7}}" for steps in (1, 4))
+    recipe = tiny(
+        "grpo", f"evaluation.frozen={{one: {one}, four: {four}}}", "evidence=[{use: length, max_tokens: 12, buffer: 10}]"
+    )
+    folder = run(recipe, tmp_path)
+    assert not [name for event in read_metrics(folder) for name in event if name.startswith("frozen")]
+    found = evaluate_run(folder)
+    assert found["frozen/accuracy"] == (found["frozen/one/accuracy"] + found["frozen/four/accuracy"]) / 2
+    for name in ("one", "four"):  # greedy, up to 8 tokens of which 2 are free
+        assert found[f"frozen/{name}/accuracy"] == found[f"frozen/{name}/reward"] < 0
+        assert found[f"frozen/{name}/accuracy"] == pytest.approx((2 - found[f"frozen/{name}/length"]) / 10)
+    assert found["eval/accuracy"] == read_metrics(folder)[-1]["eval/accuracy"]
+    assert main(["eval", str(folder)]) == 0
+    assert f"frozen/four/accuracy {found['frozen/four/accuracy']:.4f}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_evaluation_whose_evidence_fails_ends_with_1(tmp_path, capsys):
+    folder = run(tiny("grpo", "training.iterations=1"), tmp_path)
+    keys = yaml.safe_load((folder / "recipe.yaml").read_text())
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(keys | {"evidence": ["reasoning_gym"]}))  # scores its own task only
+    assert main(["eval", str(folder)]) == 1
+    assert "stopped: evidence 'reasoning_gym' failed: ValueError" in capsys.readouterr().err
 
 
 def test_dropped_responses_are_counted_and_do_not_train(plugin, tmp_path):

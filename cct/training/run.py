@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cct.evidence import close_workers
 from cct.policy.weights import add_lora, without_dropout
 from cct.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 from cct.rollout import derive_seed
@@ -30,7 +31,7 @@ from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
 from .collect import Collector
 from .module import CreditModule, RolloutData
 from .ranks import Ranks
-from .rows import evaluate
+from .rows import evaluate, evaluate_frozen
 from .strategies import strategy_of
 from .warm_start import warm_start
 
@@ -54,7 +55,7 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
         torch.set_num_threads(training.threads)
     try:
         for part in recipe.parts.values():
-            part.require()
+            part.ready()
         actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report)
         for statistic in recipe.transport.statistics.values():
             statistic.layer_indices(actor.config.get_text_config().num_hidden_layers)
@@ -141,6 +142,7 @@ def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: 
             )
         finally:
             collector.close()
+            close_workers()
             saved = checkpoints(folder) if folder else []
             if saved and int(saved[-1].stem) < recipe.training.iterations:
                 display.say(f"stopped early; go on with: cct run --resume {folder}")
@@ -182,7 +184,10 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
 
 
 def evaluate_run(folder: Path) -> dict[str, float]:
-    """Greedy held-out evaluation of a run's exported policy."""
+    """Greedy evaluation of a run's exported policy on the held-out problems and on the frozen sets.
+
+    Raises TrainingStopped where evidence fails under `on_error: fail`.
+    """
     _quiet()
     if not (folder / "policy").is_dir():
         raise RecipeError(f"{folder}: no exported policy (policy/); the run has not ended yet")
@@ -192,9 +197,10 @@ def evaluate_run(folder: Path) -> dict[str, float]:
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
     engine = recipe.generation.open(actor, tokenizer)
     try:
-        return evaluate(recipe, engine, tokenizer, Ranks())
+        return evaluate(recipe, engine, tokenizer, Ranks()) | evaluate_frozen(recipe, engine, tokenizer, Ranks())
     finally:
         engine.close()
+        close_workers()
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

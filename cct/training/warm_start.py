@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from cct.policy import Policy, WarmStart
+from cct.policy import WARM_START_SEED, Policy, WarmStart
 from cct.policy.attention import tappable
 from cct.task import Task
 
@@ -73,7 +73,7 @@ def _supervise(model, tokenizer, task: Task, knobs: WarmStart, seed: int, report
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, pace)
     model.train()
     for step in range(knobs.steps):
-        pairs = task.demonstrations(seed + 1_000_003, step * knobs.batch_size, knobs.batch_size)
+        pairs = task.demonstrations(seed + WARM_START_SEED, step * knobs.batch_size, knobs.batch_size)
         ids, labels = [], []
         for prompt, response in pairs:
             p = tokenizer(prompt, add_special_tokens=False)["input_ids"]
