@@ -22,7 +22,8 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY = {"report": {"registry", "rollout"}}  # reads files and the values that flow
 
-HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich"}
+HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
+HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
 TENSOR_FILES = {"functional.py", "towers.py", "agent.py", "attention.py", "engines.py", "weights.py"}
 
 

@@ -19,7 +19,7 @@ from cct.task import Task, tasks
 from cct.task.chain_arithmetic import ChainArithmetic
 from cct.task.files import JsonLines, Parquet
 from cct.task.huggingface import PRESETS, Datasets
-from cct.task.reasoning_gym import ReasoningGym
+from cct.task.reasoning_gym import BLOCK, ReasoningGym
 
 
 # --- chain arithmetic -------------------------------------------------------------------------
@@ -490,7 +490,7 @@ def test_reasoning_gym_makes_the_problems_that_were_asked_for():
 
 def test_the_reasoning_gym_stream_is_a_function_of_seed_and_position():
     task, again = ReasoningGym(**SUMS, held_out_size=20), ReasoningGym(**SUMS, held_out_size=20)
-    assert task.prompts(3, 250, 20)[5:] == again.prompts(3, 255, 15)  # over the end of a block
+    assert task.prompts(3, BLOCK - 5, 20)[5:] == again.prompts(3, BLOCK, 15)  # over the end of a block
     assert task.demonstrations(3, 0, 9) == [(prompt.text, prompt.answer) for prompt in task.prompts(3, 0, 9)]
     assert task.prompts(3, 0, 10) != task.prompts(4, 0, 10)
     assert task.held_out() == again.held_out()

@@ -17,7 +17,9 @@ from cct.rollout import Prompt, derive_seed
 from .base import Task, tasks
 
 # Problems made from one seed. Some kinds choose all their problems when they are made, so they are made in blocks.
-BLOCK = 256
+BLOCK = 2048
+# Coprime to BLOCK, so that a redrawn problem is not the next place's.
+STRIDE = 97
 # Draws for one place before it is clear that the kinds have next to no problem that is not held out.
 TRIES = 1000
 
@@ -77,12 +79,12 @@ class ReasoningGym(Task):
             block(kind.name, json.dumps(kind.config), 0)
 
     def _draw(self, seed: int, index: int, attempt: int = 0) -> tuple[str, Prompt]:
-        """(answer, prompt) of a place in a stream; the attempts at one place are independent."""
+        """(answer, prompt) of a place in a stream; later attempts go through the block, then to blocks of their own."""
         rng = random.Random(f"{seed}:{index}:{attempt}")
         number = rng.choices(range(len(self.kinds)), [kind.weight for kind in self.kinds])[0]
         kind = self.kinds[number]
-        problems = block(kind.name, json.dumps(kind.config), derive_seed(seed, number, index // BLOCK, attempt))
-        entry = problems[index % BLOCK]
+        problems = block(kind.name, json.dumps(kind.config), derive_seed(seed, number, index // BLOCK, attempt // BLOCK))
+        entry = problems[(index + attempt * STRIDE) % BLOCK]
         meta = {"dataset": kind.name, "config": kind.config, "entry": entry}
         return str(entry["answer"]), Prompt(self.template.format(question=entry["question"]), str(entry["answer"]), meta)
 
