@@ -25,11 +25,28 @@ def main(argv: list[str] | None = None) -> int:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return 2
+    except ImportError as error:
+        broken = _broken_media(error)
+        if broken is None:
+            raise
+        print(f"error: {broken}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # `cct schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _broken_media(error: BaseException | None) -> str | None:
+    """What to do where transformers cannot be imported beside builds of torch's media packages for another torch."""
+    packages = ("torchvision", "torchaudio", "torchcodec")
+    while error is not None:
+        found = next((name for name in packages if name in str(error)), None)
+        if found:
+            return f"{found} does not fit the installed torch ({error}); text models need none: pip uninstall -y {' '.join(packages)}"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _parser() -> argparse.ArgumentParser:

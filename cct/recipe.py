@@ -224,6 +224,14 @@ class Recipe(Knobs):
                     "ratios are not of the distribution sampled from; set geometry.correction to truncate or mask",
                 )
             )
+        if self.training.processes % self.generation.processes_per_engine:
+            problems.append(
+                (
+                    "generation.tensor_parallel",
+                    f"{self.generation.processes_per_engine} processes share an engine, which must divide the "
+                    f"{self.training.processes} of training.devices x training.nodes",
+                )
+            )
         if self.reward_bounds[0] >= self.reward_bounds[1]:
             problems.append(("evidence", "all evidence has weight 0, so every reward is the same; give one a weight"))
         if self.critic is not None and not any("values" in part.needs for part in self.parts.values()):

@@ -481,3 +481,21 @@ def test_a_new_class_hides_nothing_it_uses(capsys, tmp_path, name):
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert not imported & {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     assert yaml.safe_load((tmp_path / f"{name}.yaml").read_text())["transport"]["use"] == name
+
+
+def test_a_media_package_built_for_another_torch_is_said(tmp_path):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
+    (tmp_path / "torchvision-0.0.1.dist-info").mkdir()
+    (tmp_path / "torchvision-0.0.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.0.1\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "cct.cli", "run", str(GRPO), "--runs", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "torchvision does not fit the installed torch" in done.stderr
+    assert "pip uninstall -y torchvision torchaudio torchcodec" in done.stderr

@@ -89,6 +89,17 @@ def test_a_process_without_held_out_problems_does_not_hang(strategy, tmp_path):
     assert "eval/accuracy" in read_metrics(folder)[-1]
 
 
+@needs_vllm[0]
+@needs_vllm[1]
+def test_two_processes_share_one_vllm(tmp_path):
+    folder = two_processes(
+        tmp_path, "generation.use=vllm", "generation.kv_cache_gb=0.1", "generation.tensor_parallel=2", "policy.kv_heads=2"
+    )
+    events = [e for e in read_metrics(folder) if e["iteration"] > 0]
+    assert len(events) == 2
+    assert all(e["engine/probe_gap"] < 1e-5 and e["engine/logprob_gap_max"] < 1e-4 for e in events)
+
+
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=[*needs_deepspeed, *needs_vllm]) for stage in (2, 3)])
 def test_vllm_beside_split_weights(stage, tmp_path):
     folder = two_processes(

@@ -6,6 +6,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any, cast
 
 import torch
@@ -173,6 +174,10 @@ class VLLMEngine(Engine):
         cache = knobs.kv_cache_gb or (None if on_gpu else DEFAULT_CPU_CACHE_GB)
         threads = torch.get_num_threads()
         several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if several:  # by these vLLM finds its place among processes that are there already
+            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            for name, value in {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": actor.device.index or 0}.items():
+                os.environ.setdefault(name, str(value))
         try:
             from vllm import LLM
 
@@ -200,13 +205,24 @@ class VLLMEngine(Engine):
         except Exception as error:
             raise EngineError(_explained(error)) from error
         torch.set_num_threads(threads)
+        self.sharers = torch.distributed.new_subgroups(knobs.tensor_parallel)[0] if knobs.tensor_parallel > 1 else None
         self.sync()
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[Completion]:
-        from vllm import SamplingParams
-
         if self.asleep:
             self.sync()
+        if self.sharers is None:
+            return self._generate(prompts, seeds)
+        everyone: list[Any] = [None] * self.vllm.tensor_parallel  # whoever shares the engine asks it for the same
+        torch.distributed.all_gather_object(everyone, (list(prompts), seeds), group=self.sharers)
+        whole = [prompt for some, _ in everyone for prompt in some]
+        completions = self._generate(whole, None if seeds is None else [seed for _, some in everyone for seed in some])
+        first = sum(len(some) for some, _ in everyone[: torch.distributed.get_rank(self.sharers)])
+        return completions[first : first + len(prompts)]
+
+    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[Completion]:
+        from vllm import SamplingParams
+
         knobs = self.vllm
         common: dict[str, Any] = {
             "max_tokens": knobs.max_new_tokens,
@@ -291,11 +307,9 @@ class VLLMEngine(Engine):
 def _explained(error: Exception) -> str:
     """What to do about a vLLM that does not start."""
     text = f"vLLM does not start: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if "torchvision" in str(error) or "torchaudio" in str(error) or "torchcodec" in str(error):
-        text += "; beside a CPU torch, remove what text models do not need: pip uninstall -y torchvision torchaudio torchcodec"
-    elif isinstance(error, ImportError):
-        from importlib.metadata import version
-
-        text += f"; cct is made for vLLM 0.32 with torch 2.13 and transformers 5.19, found torch {version('torch')} and "
-        text += f"transformers {version('transformers')}: install cct and the extra into a fresh environment in one command"
+    if isinstance(error, ImportError):
+        text += (
+            f"; cct is made for vLLM 0.32 with torch 2.13 and transformers 5.19, found torch {version('torch')} and "
+            f"transformers {version('transformers')}: install cct and the extra into a fresh environment in one command"
+        )
     return text

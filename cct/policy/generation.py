@@ -53,6 +53,11 @@ class Generation(Component):
         """Whether tokens are left out of the distribution that is sampled from."""
         return self.top_p < 1 or self.top_k > 0
 
+    @property
+    def processes_per_engine(self) -> int:
+        """Processes that share one engine."""
+        return 1
+
     def open(self, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Engine:
         """The engine, started on the actor's weights. Raises EngineError where it cannot be."""
         raise NotImplementedError
@@ -85,7 +90,7 @@ class VLLM(Generation):
     kv_cache_gb: float | None = Field(None, gt=0)
     """KV cache in GiB, in place of what `memory_fraction` leaves; on a CPU null is 1."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs that share one engine; divides the number of processes."""
+    """Processes, each with its GPU, that share one engine; divides their number."""
     eager: bool = False
     """Leave CUDA graphs away: slower, starts sooner. A CPU has none."""
     sleep: bool = True
@@ -93,6 +98,10 @@ class VLLM(Generation):
     probe_tolerance: float | None = Field(None, gt=0)
     """Greatest mean difference of log-probabilities between trainer and engine after a renewal, in nats; null is 1e-4 for a
     float32 engine, 0.05 for a bfloat16 one."""
+
+    @property
+    def processes_per_engine(self) -> int:
+        return self.tensor_parallel
 
     def ready(self) -> None:
         if find_spec("vllm") is None:
