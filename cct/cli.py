@@ -44,7 +44,8 @@ def _broken_media(error: BaseException | None) -> str | None:
     while error is not None:
         found = next((name for name in packages if name in str(error)), None)
         if found:
-            return f"{found} does not fit the installed torch ({error}); text models need none: pip uninstall -y {' '.join(packages)}"
+            remedy = f"text models need none: pip uninstall -y {' '.join(packages)}"
+            return f"{found} does not fit the installed torch ({error}); {remedy}"
         error = error.__cause__ or error.__context__
     return None
 
