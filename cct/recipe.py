@@ -75,9 +75,15 @@ class Training(Knobs):
     """Greatest gradient norm, of the actor and of the critic each by itself."""
     checkpoint_every: int = Field(10, ge=1)
     """Iterations between checkpoints; the last iteration is always kept."""
-    strategy: Literal["auto", "ddp", "deepspeed_1", "deepspeed_2", "deepspeed_3"] = "auto"
+    strategy: Literal["auto", "ddp", "fsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"] = "auto"
     """How processes share the work, through Lightning: auto is one process, or ddp where there are more; deepspeed needs the
     extra `.[deepspeed]`, and runs on CPUs too."""
+    offload: Literal["none", "optimizer", "parameters"] = "none"
+    """What DeepSpeed keeps in the host's memory: the optimizer's states, or with deepspeed_3 the weights as well."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """bf16 computes forward and backward in bfloat16; the optimizer's weights stay float32."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input of the actor's forward, and compute the rest again in the backward."""
     devices: int = Field(1, ge=1, le=1024)
     """Processes on each node, one per device; they divide every minibatch between them."""
     nodes: int = Field(1, ge=1, le=4096)

@@ -5,13 +5,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import models  # noqa: F401  (registration)
-from .base import Policy, WarmStart, policies
+from .base import LoRA, Policy, WarmStart, end_tokens, policies
 from .generation import Generation, engines
 
 if TYPE_CHECKING:
     from .attention import attention_concentration, tap, tappable
 
-__all__ = ["Generation", "Policy", "WarmStart", "attention_concentration", "engines", "policies", "tap", "tappable"]
+__all__ = [
+    "Generation",
+    "LoRA",
+    "Policy",
+    "WarmStart",
+    "attention_concentration",
+    "end_tokens",
+    "engines",
+    "policies",
+    "tap",
+    "tappable",
+]
 
 
 def __getattr__(name: str) -> Any:  # torch is imported when a tensor function is first asked for

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -25,11 +25,26 @@ class WarmStart(Knobs):
     """Steps of linear rise."""
 
 
+class LoRA(Knobs):
+    """Low-rank adapters: the model's own weights stay, and small matrices beside them learn."""
+
+    rank: int = Field(16, ge=1, le=1024)
+    """Rank of the matrices."""
+    alpha: float = Field(32.0, gt=0, le=4096)
+    """The adapters' output is scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Of the adapters' input."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers that get adapters: all but the output layer, or those of these names."""
+
+
 class Policy(Component):
     """A causal language model with its tokenizer."""
 
     warm_start: WarmStart | None = None
     """Supervised start on the task's demonstrations; null for none."""
+    lora: LoRA | None = None
+    """Train low-rank adapters only; null trains all weights."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -49,6 +64,24 @@ class Policy(Component):
     def config(self, *, alphabet: str) -> Any:
         """The model's transformers configuration, without loading weights."""
         raise NotImplementedError
+
+    def tokenizer(self, *, alphabet: str) -> PreTrainedTokenizerBase:
+        """The tokenizer, without loading weights."""
+        raise NotImplementedError
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        """Token ids of a prompt, as the model is to see it."""
+        return tokenizer(text)["input_ids"]
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a response, the tokenizer's own end token first.
+
+    Chat models end a turn by another token than a text; their generation configuration names both.
+    """
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    named = named if isinstance(named, list) else [named]
+    return tuple(dict.fromkeys(token for token in [tokenizer.eos_token_id, *named] if token is not None))
 
 
 policies: Registry[Policy] = Registry("policy", Policy)

@@ -89,6 +89,20 @@ def respond(
     return [Response(text, c.tokens, c.finished) for text, c in zip(texts, completions, strict=True)]
 
 
+def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    """Token ids of the prompts. Raises TrainingStopped where the model has no positions for one and its response."""
+    tokens = [tuple(recipe.policy.encode(tokenizer, prompt.text)) for prompt in prompts]
+    positions = getattr(actor.config.get_text_config(), "max_position_embeddings", None)
+    room = recipe.generation.max_new_tokens
+    for prompt, ids in zip(prompts, tokens, strict=True):
+        if positions is not None and len(ids) + room > positions:
+            raise TrainingStopped(
+                f"the prompt {prompt.text[:60]!r} has {len(ids)} tokens; with generation.max_new_tokens ({room}) that is more "
+                f"than the {positions} positions of the model. Leave it out of the task, or lower max_new_tokens"
+            )
+    return tokens
+
+
 def sample_rows(
     recipe: Recipe,
     actor: PreTrainedModel,
@@ -104,7 +118,7 @@ def sample_rows(
     """
     each = recipe.training.responses_per_prompt
     numbers = ranks.share(len(prompts) * each)
-    tokens = [tuple(tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
+    tokens = encode(recipe, actor, tokenizer, prompts)
     seeds = [derive_seed(seed, number) for number in numbers]
     responses = respond(recipe, actor, tokenizer, [tokens[number // each] for number in numbers], seeds)
     rewards, keep, errors = judge(recipe.evidence, [prompts[number // each] for number in numbers], responses)
@@ -120,7 +134,7 @@ def evaluate(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, ranks
     """Greedy decoding of the held-out prompts; `eval/accuracy` is the first evidence's mean, `eval/reward` the sum's."""
     prompts = recipe.task.held_out()
     mine = [prompts[number] for number in ranks.share(len(prompts))]
-    responses = respond(recipe, actor, tokenizer, [tokenizer(prompt.text)["input_ids"] for prompt in mine], None)
+    responses = respond(recipe, actor, tokenizer, encode(recipe, actor, tokenizer, mine), None)
     first = recipe.evidence[0].model_copy(update={"weight": 1.0})
     names = ("eval/accuracy", "eval/reward", "eval/length", "eval/truncated")
     sums = (

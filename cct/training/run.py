@@ -28,9 +28,11 @@ from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
 from .collect import Collector
 from .module import CreditModule, RolloutData
 from .ranks import Ranks
-from .rows import evaluate
+from .rows import encode, evaluate
 from .strategies import strategy_of
 from .warm_start import warm_start
+
+LOOK_AHEAD = 2048  # training prompts whose length is looked at before the run; later ones when their turn comes
 
 
 def new_folder(root: Path, name: str) -> Path:
@@ -46,10 +48,16 @@ def new_folder(root: Path, name: str) -> Path:
 
 
 def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrainedTokenizerBase, PreTrainedModel | None]:
-    """Agent at its starting point, tokenizer, and the reference model where a part needs one."""
+    """Agent at its starting point, tokenizer, and the reference model where a part needs one.
+
+    Raises TrainingStopped where one of the first prompts is longer than the model can take.
+    """
     if recipe.training.threads:
         torch.set_num_threads(recipe.training.threads)
     actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report)
+    training = recipe.training
+    drawn = (training.critic_warmup + training.iterations) * training.prompts_per_iteration
+    encode(recipe, actor, tokenizer, recipe.task.prompts(recipe.seed, 0, min(drawn, LOOK_AHEAD)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(recipe.seed, "critic"))
         critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
@@ -161,8 +169,11 @@ def evaluate_run(folder: Path) -> dict[str, float]:
     _quiet()
     if not (folder / "policy").is_dir():
         raise RecipeError(f"{folder}: no exported policy (policy/); the run has not ended yet")
+    path = json.dumps(str((folder / "policy").resolve()))  # it may have started from a revision, or a GGUF file
     recipe = load_recipe(
-        folder / "recipe.yaml", [f"policy={{use: pretrained, path: {json.dumps(str((folder / 'policy').resolve()))}}}"]
+        folder / "recipe.yaml",
+        [f"policy={{use: pretrained, path: {path}}}"]
+        + ["policy.revision=", "policy.gguf_file=", "policy.lora=", "policy.warm_start="],
     )
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
     return evaluate(recipe, actor, tokenizer, Ranks())
