@@ -274,9 +274,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
         (lambda: BloomForCausalLM(BloomConfig(vocab_size=20, hidden_size=32, n_layer=2, n_head=4)), "0 of 2 layers"),
         (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, attn_logit_softcapping=1.0)), r"soft-capped logits \(softcap\)"),
         (
-            lambda: GptOssForCausalLM(
-                GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, rope_parameters=ROPE)
-            ),
+            lambda: GptOssForCausalLM(GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, rope_parameters=ROPE)),
             r"learnt sinks \(s_aux\)",
         ),
         (

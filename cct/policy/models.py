@@ -135,8 +135,11 @@ class Pretrained(Policy):
         if Path(folder).is_dir() and not (Path(folder) / file).is_file():
             there = ", ".join(sorted(p.name for p in Path(folder).glob("*.gguf"))) or "none"
             raise ValueError(f"policy.path: no file {file} in {folder}; GGUF files there: {there}")
-        if importlib.util.find_spec("gguf") is None:
-            raise ValueError("policy.path: GGUF files need the package gguf, which is not installed: pip install 'cct[gguf]'")
+        missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ValueError(
+                f"policy.path: GGUF files need {' and '.join(missing)}, which is not installed: pip install 'cct[gguf]'"
+            )
         return {"pretrained_model_name_or_path": folder, "revision": self.revision, "gguf_file": file}
 
     def _from(self, loader: Any, **options: Any) -> Any:
@@ -145,8 +148,8 @@ class Pretrained(Policy):
             return loader.from_pretrained(**source, **options)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
-                f"policy.path: cannot load '{self.path}': {str(error).strip().splitlines()[0]} (a folder that holds config.json, "
-                "a tokenizer and weights, a GGUF file, package:NAME/FILE, or a name on a hub that can be reached)"
+                f"policy.path: cannot load '{self.path}': {str(error).strip().splitlines()[0]} (a path is a folder that holds "
+                "config.json, a tokenizer and weights, a GGUF file, package:NAME/FILE, or a name on a hub that can be reached)"
             ) from error
 
     def config(self, *, alphabet: str) -> Any:
@@ -173,6 +176,9 @@ class Pretrained(Policy):
 
         tokenizer = self.tokenizer(alphabet=alphabet)
         model = self._from(AutoModelForCausalLM, dtype=self.dtype)
+        if getattr(model, "hf_quantizer", None) is not None and "gguf_file" in self.source():
+            model.hf_quantizer = None  # its weights are unpacked, and would not be saved beside it
+            del model.config.quantization_config
         if not end_tokens(model, tokenizer):
             raise ValueError(f"policy.path: neither tokenizer nor generation configuration of '{self.path}' names an end token")
         if tokenizer.eos_token_id is None:
@@ -186,10 +192,9 @@ class Pretrained(Policy):
         if self.chat == "never" or tokenizer.chat_template is None:
             return super().encode(tokenizer, text)
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self.chat_options}
         try:
-            written = tokenizer.apply_chat_template(
-                [*system, {"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, **self.chat_options
-            )
+            written = tokenizer.apply_chat_template([*system, {"role": "user", "content": text}], **options)
         except Exception as error:  # the template's own, of whatever kind
             raise ValueError(f"policy: the chat template of '{self.path}' refuses the prompt {text[:60]!r}: {error}") from error
         return tokenizer(written, add_special_tokens=False)["input_ids"]  # the template has written them

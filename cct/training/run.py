@@ -169,11 +169,11 @@ def evaluate_run(folder: Path) -> dict[str, float]:
     _quiet()
     if not (folder / "policy").is_dir():
         raise RecipeError(f"{folder}: no exported policy (policy/); the run has not ended yet")
-    path = json.dumps(str((folder / "policy").resolve()))  # it may have started from a revision, or a GGUF file
+    path = json.dumps(str((folder / "policy").resolve()))
+    start = ("revision", "gguf_file", "lora", "warm_start")  # of what the run began with
     recipe = load_recipe(
         folder / "recipe.yaml",
-        [f"policy={{use: pretrained, path: {path}}}"]
-        + ["policy.revision=", "policy.gguf_file=", "policy.lora=", "policy.warm_start="],
+        [f"policy={{use: pretrained, path: {path}}}", *(f"policy.{knob}=" for knob in start)],
     )
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
     return evaluate(recipe, actor, tokenizer, Ranks())
