@@ -15,7 +15,7 @@ LAYERS = [
     AXES,
     ("recipe",),
     ("training", "explain", "scaffold"),
-    ("study",),
+    ("study", "plan"),
     ("report",),
     ("cli",),
 ]

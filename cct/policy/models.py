@@ -161,6 +161,8 @@ class Pretrained(Policy):
         from transformers import AutoTokenizer
 
         tokenizer = self._from(AutoTokenizer, padding_side="left")
+        if not tokenizer("0")["input_ids"]:  # made by transformers from a configuration alone
+            raise ValueError(f"policy.path: there is no tokenizer in '{self.path}' (tokenizer.json or a vocabulary)")
         if tokenizer.chat_template is None and (self.chat == "always" or self.system is not None or self.chat_options):
             raise ValueError(
                 f"policy: the tokenizer of '{self.path}' has no chat template, which chat: {self.chat}, system or chat_options "
