@@ -43,9 +43,10 @@ GPU_FRAGMENTATION = 0.1
 # measured on the shipped recipes.
 CPU_FIXED = int(0.06 * GB)
 
-# On a CPU, what glibc's allocator keeps of freed blocks, as a share of tensors: measured, 0.4 to 0.6 on runs of 0.7 to 3.4 GB.
-# (Blocks of up to 32 MB come from its heap; with MALLOC_MMAP_THRESHOLD_=65536 in the environment the share is near 0.)
-CPU_FRAGMENTATION = 0.5
+# On a CPU, what glibc's allocator loses between blocks that come and go, as a share of what passes hold: measured on runs of
+# 0.7 to 4.7 GB. It gives little back to the system, so what is written after a pass comes on top of it. (Blocks of up to 32 MB
+# come from its heap; with MALLOC_MMAP_THRESHOLD_=65536 in the environment the share was near 0.)
+CPU_FRAGMENTATION = 0.45
 
 # Elements in DeepSpeed's two communication buckets (Lightning's default), and the most that ZeRO-3 gathers (DeepSpeed's).
 DEEPSPEED_BUCKETS = 2 * 200_000_000
@@ -115,8 +116,8 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
     )
     for phase, parts in _phases(recipe, foot, result, gpu):
         passing = parts.get("activations", 0) + parts.get("logits", 0)
-        lost = CPU_FRAGMENTATION * sum(parts.values()) if gpu is None else GPU_FRAGMENTATION * passing
-        parts |= {"allocator": int(lost), "fixed": base + CPU_FIXED if gpu is None else GPU_FIXED}
+        parts["allocator"] = int(passing * (CPU_FRAGMENTATION if gpu is None else GPU_FRAGMENTATION))
+        parts["fixed"] = base + CPU_FIXED if gpu is None else GPU_FIXED
         result.phases[phase] = {name: size for name, size in parts.items() if size}
     return result
 
@@ -181,18 +182,15 @@ def _phases(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> Ite
             standing | asleep | within | {"rollout": rollout + traces, "gradients": gradients(foot.critic)} | parts,
         )
     made = 0 if training.micro_batches > 1 or _sharded(recipe) else foot.trained * foot.weight_bytes
-    parts = passing(foot.policy_pass, made)
-    yield (
-        "policy pass",
-        standing | asleep | within | {"rollout": rollout + traces, "gradients": gradients(foot.trained)} | parts,
-    )
+    full = {"rollout": rollout + traces, "gradients": gradients(foot.trained)}
+    policy = standing | asleep | within | full | passing(foot.policy_pass, made)
+    yield "policy pass", policy
     if gpu is not None and training.offload == "none":
         # The step's own temporaries: PyTorch's grouped AdamW one of the size of the weights, DeepSpeed float32 gradients.
         step = {"activations": learning * 4 // of_states}
-        yield "step", standing | asleep | {"rollout": rollout + traces, "gradients": gradients(foot.trained)} | step
-    if gpu is None and not deepspeed:  # Lightning writes a checkpoint into memory first
-        saved = {"checkpoint": weights + states}
-        yield "save", standing | asleep | {"rollout": rollout + traces, "gradients": gradients(foot.trained)} | saved
+        yield "step", standing | asleep | full | step
+    if gpu is None and not deepspeed:  # Lightning writes a checkpoint into memory first, and the pass's blocks are still there
+        yield "save", policy | {"checkpoint": weights + states}
 
 
 def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> dict[str, int]:

@@ -192,6 +192,7 @@ def _adapt(actor: PreTrainedModel, lora: LoRA) -> None:
     for name, module in linear.items():
         wanted = module is not actor.get_output_embeddings() if lora.targets == "all-linear" else name.endswith(lora.targets)
         if wanted:
-            down, up = nn.Linear(module.in_features, lora.rank, False), nn.Linear(lora.rank, module.out_features, False)
-            module.add_module("lora", nn.Sequential(down, up).to(module.weight.dtype))
+            like: dict[str, Any] = {"bias": False, "dtype": module.weight.dtype}
+            down, up = nn.Linear(module.in_features, lora.rank, **like), nn.Linear(lora.rank, module.out_features, **like)
+            module.add_module("lora", nn.Sequential(down, up))
             module.register_forward_hook(lambda module, args, output: output + module.lora(args[0]))
