@@ -13,7 +13,7 @@ AXES = ("task", "policy", "generation", "evidence", "critic", "transport", "gate
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Returns 0, 1 (a run stopped), or 2 (bad input, one readable message)."""
+    """Entry point. Returns 0, 1 (a run stopped, or does not fit), or 2 (bad input, one readable message)."""
     arguments = _parser().parse_args(argv)
     from cct.recipe import RecipeError
 
@@ -83,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     explain = add("explain", _explain, "print a recipe resolved: each part's source, needs and providers, parameter counts")
     explain.add_argument("recipe")
     add_set(explain)
+
+    plan = add("plan", _plan, "say what a recipe needs of memory, and whether it fits a GPU, without loading weights")
+    plan.add_argument("recipe")
+    plan.add_argument(
+        "--gpu", metavar="NAME", help="a GPU by name, such as H100, or its memory, such as 24GB; default: the CPU"
+    )
+    add_set(plan)
 
     listing = add("ls", _ls, "list the registered components")
     listing.add_argument("axis", nargs="?", choices=AXES)
@@ -176,6 +183,13 @@ def _explain(arguments: argparse.Namespace) -> int:
     from cct.explain import explain
 
     return explain(_checked(arguments.recipe, arguments.set))
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from cct.plan import print_plan
+    from cct.recipe import load_recipe
+
+    return print_plan(load_recipe(arguments.recipe, arguments.set), arguments.gpu)
 
 
 def _ls(arguments: argparse.Namespace) -> int:

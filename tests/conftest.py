@@ -11,10 +11,22 @@ import pytest
 import torch
 from hypothesis import settings
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -32,6 +44,12 @@ MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     # Positions are learnt, so that a model shifted by padding is another one; rotary ones only know distances.
     "opt": (OPTConfig, OPTForCausalLM, {"ffn_dim": 40, "word_embed_proj_dim": 32, "init_std": 0.3, "num_key_value_heads": 4}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "gemma": (GemmaConfig, GemmaForCausalLM, {}),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, {"sliding_window": 4, "query_pre_attn_scalar": 5}),
+    "gpt2": (GPT2Config, GPT2LMHeadModel, {}),  # queries, keys and values from one matrix, as the next two
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {"initializer_range": 0.5}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"sliding_window": None}),
 }
 
 

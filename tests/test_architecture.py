@@ -15,7 +15,7 @@ LAYERS = [
     AXES,
     ("recipe",),
     ("training", "explain", "scaffold", "preflight"),
-    ("study",),
+    ("study", "plan"),
     ("report",),
     ("cli",),
 ]

@@ -13,12 +13,12 @@ from transformers import (
     BloomForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     GPTJConfig,
     GPTJForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from cct.policy import attention_concentration, tap, tappable
@@ -155,12 +155,26 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers":
 
 
 @pytest.mark.parametrize(
-    "family, config", [("qwen3", {}), ("llama", {}), ("qwen3", SLIDING)], ids=["qwen3", "llama", "qwen3-sliding"]
+    "family, config, windows",
+    [
+        *(("qwen3", {"num_key_value_heads": n}, (0, 0, 0)) for n in (1, 2, 4)),
+        *(("llama", {"num_key_value_heads": n}, (0, 0, 0)) for n in (1, 2, 4)),
+        *(("qwen3", {"num_key_value_heads": n, **SLIDING}, (0, 4, 4)) for n in (1, 2, 4)),
+        ("mistral", {}, (0, 0, 0)),
+        ("mistral", {"sliding_window": 4}, (4, 4, 4)),
+        ("gemma", {}, (0, 0, 0)),
+        ("gemma3", {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (4, 0, 4)),
+        ("gpt2", {}, (0, 0, 0)),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, (0, 0, 0)),
+        ("gpt_neox", {}, (0, 0, 0)),
+        ("phi3", {}, (0, 0, 0)),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else value if isinstance(value, str) else "",
 )
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("is_padded", [True, False])
-def test_the_tap_equals_attention_maps_in_every_layer(family, config, kv_heads, is_padded):
-    model = tiny_model(family, kv_heads=kv_heads, **config)
+def test_the_tap_equals_attention_maps_in_every_layer(family, config, windows, is_padded):
+    """windows: keys that a query of each layer sees at most, itself included; 0 for all before it."""
+    model = tiny_model(family, **config)
     prompts, responses = (PROMPTS, RESPONSES) if is_padded else ([[3, 4, 5], [6, 7, 8]], [[9, 10, 11, 12], [13, 14, 15, 16]])
     ids, mask, _ = padded(prompts, responses, left=2 * is_padded)
     inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": False}
@@ -173,8 +187,8 @@ def test_the_tap_equals_attention_maps_in_every_layer(family, config, kv_heads, 
     assert sorted(opened.attention) == [0, 1, 2]
     for layer, maps in enumerate(eager.attentions):
         visible = visible_keys(mask)
-        if config and layer >= 1:
-            visible &= torch.ones(visible.shape[1:]).triu(-3).bool()
+        if windows[layer]:
+            visible &= torch.ones(visible.shape[1:]).triu(1 - windows[layer]).bool()
         for statistic, sinks in [("shannon", 0), ("renyi2", 0), ("shannon", 1)]:
             read = opened.attention[layer]
             got = attention_concentration(
@@ -250,50 +264,59 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=4)),
-        lambda: GPTJForCausalLM(GPTJConfig(vocab_size=20, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)),
-        lambda: BloomForCausalLM(BloomConfig(vocab_size=20, hidden_size=32, n_layer=2, n_head=4)),
-    ],
-    ids=["gpt2", "gptj", "bloom"],
-)
-def test_a_model_whose_attention_cannot_be_tapped_is_refused(make):
-    with pytest.raises(ValueError, match="cannot be tapped"):
-        tappable(make())
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize(
-    "make",
+    "make, says",
     [
-        lambda: Gemma2ForCausalLM(
-            Gemma2Config(**SMALL, attn_logit_softcapping=1.0, query_pre_attn_scalar=8, initializer_range=0.3)
+        (lambda: GPTJForCausalLM(GPTJConfig(vocab_size=20, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)), "0 of 2 layers"),
+        (lambda: BloomForCausalLM(BloomConfig(vocab_size=20, hidden_size=32, n_layer=2, n_head=4)), "0 of 2 layers"),
+        (lambda: Gemma2ForCausalLM(Gemma2Config(**SMALL, attn_logit_softcapping=1.0)), r"soft-capped logits \(softcap\)"),
+        (
+            lambda: GptOssForCausalLM(GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, rope_parameters=ROPE)),
+            r"learnt sinks \(s_aux\)",
         ),
-        lambda: GptOssForCausalLM(
-            GptOssConfig(
-                **SMALL,
-                num_local_experts=2,
-                num_experts_per_tok=1,
-                initializer_range=0.3,
-                rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-            )
+        (
+            lambda: Qwen3NextForCausalLM(
+                Qwen3NextConfig(
+                    **SMALL,
+                    layer_types=["linear_attention", "full_attention"],
+                    num_experts=2,
+                    num_experts_per_tok=1,
+                    moe_intermediate_size=8,
+                    shared_expert_intermediate_size=8,
+                    linear_num_key_heads=2,
+                    linear_num_value_heads=2,
+                    linear_key_head_dim=8,
+                    linear_value_head_dim=8,
+                )
+            ),
+            "1 of 2 layers",
         ),
     ],
-    ids=["gemma2-softcap", "gpt-oss-sinks"],
+    ids=["gptj", "bloom", "gemma2-softcap", "gpt-oss-sinks", "qwen3-next-linear"],
 )
-def test_a_model_whose_attention_is_more_than_a_softmax_is_refused_or_kept(make):
+def test_a_model_whose_attention_cannot_be_tapped_is_refused_by_what_was_found(make, says):
     """Soft-capped logits and learnt sinks are not in the kernel behind the tap; leaving them out silently is another model."""
     torch.manual_seed(0)
-    model = make().eval()
-    eager = eager_twin(model)
-    ids = torch.arange(3, 15).view(1, 12)
-    try:
+    with pytest.raises(ValueError, match=f"the attention of {type(model := make()).__name__} cannot be tapped: .*{says}"):
         tappable(model)
-    except ValueError:
-        return
+    assert not any("_cct_tap" in module.__dict__ for module in model.modules())
+
+
+def test_gemma2_without_its_soft_cap_can_be_tapped():
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM(Gemma2Config(**SMALL, attn_logit_softcapping=None, initializer_range=0.3)).eval()
+    ids = torch.arange(3, 15).view(1, 12)
     with torch.no_grad():
-        assert_close(model(input_ids=ids).logits, eager(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+        assert_close(tappable(model)(input_ids=ids).logits, eager_twin(model)(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_becoming_tappable_changes_neither_mode_nor_gradients(training):
+    model = tappable(tiny_model().train(training))
+    assert model.training is training and all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
 # --- which layers ---------------------------------------------------------------------------------

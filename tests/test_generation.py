@@ -4,7 +4,8 @@ import pytest
 import torch
 from test_training import tiny
 
-from cct.policy.engines import Engine, end_tokens
+from cct.policy import end_tokens
+from cct.policy.engines import Engine
 from cct.policy.generation import Auto, Transformers
 from cct.policy.weights import add_lora, named_weights
 from cct.training.run import build

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -105,13 +105,27 @@ class Tap:
         self.attention: dict[int, Attention] = {}
 
 
+# What a model may hand to the attention interface that makes its attention more than a softmax of scaled q.k under a mask.
+MORE_THAN_SOFTMAX = {"softcap": "soft-capped logits", "s_aux": "learnt sinks", "position_bias": "a position bias"}
+
+# Tokens of the forward that finds the modules which call the attention interface.
+PROBE = 2
+
+
+class _Refused(ValueError):
+    """Met during the probing forward: what of a model's attention the tap would leave out."""
+
+
 def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs):
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise ValueError(f"the attention of {type(module).__name__} is more than a softmax (soft cap or learnt sinks)")
-    tap = getattr(module, "_cct_tap", None)
-    if tap is not None and module.layer_idx in tap.layers:
+    more = [f"{what} ({name})" for name, what in MORE_THAN_SOFTMAX.items() if kwargs.get(name) is not None]
+    if more:
+        raise _Refused(f"{type(module).__name__} has {' and '.join(more)}, and is more than the softmax that the tap reads")
+    tap, index = getattr(module, "_cct_tap", None), getattr(module, "layer_idx", None)
+    if isinstance(tap, _Probe):
+        tap.called.append(module)
+    elif tap is not None and index in tap.layers:
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        tap.attention[module.layer_idx] = Attention(query.detach(), key.detach(), attention_mask, scaling)
+        tap.attention[index] = Attention(query.detach(), key.detach(), attention_mask, scaling)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -119,29 +133,46 @@ AttentionInterface.register("cct", _attention)
 AttentionMaskInterface.register("cct", sdpa_mask)
 
 
-def _attention_modules(model: nn.Module) -> list[Any]:
-    """Modules that call the attention interface, one per layer."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "q_proj"):
-            found[module.layer_idx] = module  # type: ignore[index]
-    return [found[index] for index in sorted(found)]
+class _Probe:
+    """Collects the modules that call the attention interface."""
+
+    def __init__(self) -> None:
+        self.called: list[nn.Module] = []
+
+
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that `tappable` found."""
+    return [module for module in model.modules() if "_cct_tap" in module.__dict__]
 
 
 def tappable(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch the model to the tapped attention. Raises ValueError where its attention cannot be tapped."""
-    config = model.config.get_text_config()
-    if getattr(config, "attn_logit_softcapping", None) or any(hasattr(module, "sinks") for module in _attention_modules(model)):
-        raise ValueError(
-            f"the attention of {type(model).__name__} cannot be tapped: it is more than a softmax (soft cap or learnt sinks)"
-        )
+    """Switch the model to the tapped attention. Raises ValueError, naming what was found, where it cannot be tapped.
+
+    One forward of two tokens tells which modules call transformers' attention interface, and with what:
+    how a model makes its queries and keys does not matter.
+    """
+    name, layers = type(model).__name__, model.config.get_text_config().num_hidden_layers
     model.set_attn_implementation("cct")
-    layers, found = config.num_hidden_layers, len(_attention_modules(model))
-    if found != layers or model.config._attn_implementation != "cct":
+    probe, training, modules = _Probe(), model.training, list(model.modules())
+    for module in modules:
+        object.__setattr__(module, "_cct_tap", probe)
+    try:
+        with torch.no_grad():
+            model.eval()(input_ids=torch.zeros(1, PROBE, dtype=torch.long, device=model.device), use_cache=False)
+    except _Refused as refused:
+        raise ValueError(f"the attention of {name} cannot be tapped: {refused}") from None
+    finally:
+        model.train(training)
+        for module in modules:
+            object.__delattr__(module, "_cct_tap")
+    indices = [getattr(module, "layer_idx", None) for module in probe.called]
+    if sorted(indices, key=str) != sorted(range(layers), key=str):
         raise ValueError(
-            f"the attention of {type(model).__name__} cannot be tapped: {found} of {layers} layers go through transformers' "
+            f"the attention of {name} cannot be tapped: {len(set(indices))} of {layers} layers go through transformers' "
             "attention interface"
         )
+    for module in probe.called:
+        object.__setattr__(module, "_cct_tap", None)
     return model
 
 

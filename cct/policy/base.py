@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -33,12 +33,12 @@ class WarmStart(Knobs):
 class LoRA(Knobs):
     """Low-rank adapters on a frozen model (Hu et al. 2021, by peft); merged for generation and export."""
 
-    rank: int = Field(16, ge=1, le=4096)
-    """Rank of each adapter."""
-    alpha: int = Field(32, ge=1)
-    """The adapter's product counts alpha / rank."""
-    targets: str | list[str] = "all-linear"
-    """Names of the layers that get one; all-linear is every linear layer but the head."""
+    rank: int = Field(16, ge=1, le=1024)
+    """Rank of the matrices."""
+    alpha: int = Field(32, ge=1, le=4096)
+    """The adapters' output is scaled by alpha / rank."""
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers that get adapters: all but the output layer, or those of these names."""
 
 
 class Policy(Component):
@@ -71,6 +71,24 @@ class Policy(Component):
     def config(self, *, alphabet: str) -> Any:
         """The model's transformers configuration, without loading weights."""
         raise NotImplementedError
+
+    def tokenizer(self, *, alphabet: str) -> PreTrainedTokenizerBase:
+        """The tokenizer, without loading weights."""
+        raise NotImplementedError
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        """Token ids of a prompt, as the model is to see it."""
+        return tokenizer(text)["input_ids"]
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a response, the tokenizer's own end token first.
+
+    Chat models end a turn by another token than a text; their generation configuration names both.
+    """
+    named = model.generation_config.eos_token_id if model.generation_config is not None else None
+    named = named if isinstance(named, list) else [named]
+    return tuple(dict.fromkeys(token for token in [tokenizer.eos_token_id, *named] if token is not None))
 
 
 policies: Registry[Policy] = Registry("policy", Policy)

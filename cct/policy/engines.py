@@ -21,18 +21,13 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from .base import end_tokens
 from .generation import VLLM, Completion, EngineError, Generation
 from .weights import is_split, logprobs_of, named_weights
 
 PROBE_SHAPE = (4, 32)  # sequences, tokens
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # measured in float32: 1e-6 in order, 0.1 and more with a stale head
 DEFAULT_CPU_CACHE_GB = 1.0
-
-
-def end_tokens(actor: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:
-    """Ids that end a response: the tokenizer's, and those of the model's generation configuration."""
-    more = actor.generation_config.eos_token_id if actor.generation_config else None
-    return sorted({tokenizer.eos_token_id, *(more if isinstance(more, list) else [more] if more is not None else [])})
 
 
 class Engine:
@@ -43,7 +38,7 @@ class Engine:
 
     def __init__(self, knobs: Generation, actor: PreTrainedModel, tokenizer: Tokenizer):
         self.knobs, self.actor, self.tokenizer = knobs, actor, tokenizer
-        self.ends = end_tokens(actor, tokenizer)
+        self.ends = list(end_tokens(actor, tokenizer))
 
     def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[Completion]:
         """One completion per prompt (token ids), each sampled from its own seed; greedy where seeds is None."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
+PACKAGE = "package:"
 
 
 @policies.register("scratch")
@@ -66,18 +69,15 @@ class Scratch(Policy):
             raise ValueError("policy.alphabet is empty and the task names no characters; set policy.alphabet")
         return characters
 
-    def load(self, *, alphabet: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        import torch
+    def tokenizer(self, *, alphabet: str) -> PreTrainedTokenizerBase:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-
-        from .attention import tappable
+        from transformers import PreTrainedTokenizerFast
 
         names = [PAD, END, UNKNOWN, *self._characters(alphabet)]
         core = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=UNKNOWN))
         core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         core.decoder = decoders.Fuse()
-        tokenizer = PreTrainedTokenizerFast(
+        return PreTrainedTokenizerFast(
             tokenizer_object=core,
             pad_token=PAD,
             eos_token=END,
@@ -85,38 +85,131 @@ class Scratch(Policy):
             padding_side="left",
             clean_up_tokenization_spaces=False,
         )
+
+    def load(self, *, alphabet: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        import torch
+        from transformers import Qwen3ForCausalLM
+
+        from .attention import tappable
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = Qwen3ForCausalLM(self.config(alphabet=alphabet))
-        return tappable(model), tokenizer
+        return tappable(model), self.tokenizer(alphabet=alphabet)
 
 
 @policies.register("pretrained")
 class Pretrained(Policy):
-    """Any causal language model of transformers, from a local folder or a hub."""
+    """Any causal language model of transformers: a folder, a GGUF file, a name on the hub, or a file of a Python package."""
 
     path: str = Field(min_length=1)
-    """Folder, or name on the hub."""
+    """Folder, GGUF file, name on the hub, or `package:NAME/FILE`, a file or folder inside an installed Python package."""
     revision: str | None = None
     """Commit, tag or branch on the hub."""
+    gguf_file: str | None = Field(None, pattern=r"\.gguf$")
+    """GGUF file inside `path`; needs the extra `.[gguf]`. Its weights are unpacked to `dtype`."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "float32"
+    """Of the trained weights; auto is the checkpoint's own. In bfloat16 an AdamW update below 1/256 of a weight is lost;
+    `training.precision: bf16` computes in it and keeps float32 weights."""
+    chat: Literal["auto", "always", "never"] = "auto"
+    """Whether prompts go through the tokenizer's chat template: auto where it has one, always is an error where not."""
+    system: str | None = None
+    """System message before every prompt, through the chat template."""
+    chat_options: dict[str, bool | int | float | str] = {}
+    """Further variables of the chat template, for example {enable_thinking: false}."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Pretrained:
+        if self.chat == "never" and (self.system is not None or self.chat_options):
+            raise ValueError("system and chat_options go through the chat template, which `chat: never` switches off")
+        if self.gguf_file and self.path.endswith(".gguf"):
+            raise ValueError(f"path is a GGUF file already ({self.path}); leave gguf_file out")
+        return self
+
+    def source(self) -> dict[str, Any]:
+        """What transformers' `from_pretrained` takes. Raises ValueError where a package or file is not there."""
+        path = _in_package(self.path) if self.path.startswith(PACKAGE) else self.path
+        folder, file = (str(Path(path).parent), Path(path).name) if path.endswith(".gguf") else (path, self.gguf_file)
+        if file is None:
+            return {"pretrained_model_name_or_path": path, "revision": self.revision}
+        if Path(folder).is_dir() and not (Path(folder) / file).is_file():
+            there = ", ".join(sorted(p.name for p in Path(folder).glob("*.gguf"))) or "none"
+            raise ValueError(f"policy.path: no file {file} in {folder}; GGUF files there: {there}")
+        missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ValueError(
+                f"policy.path: GGUF files need {' and '.join(missing)}, which is not installed: pip install 'cct[gguf]'"
+            )
+        return {"pretrained_model_name_or_path": folder, "revision": self.revision, "gguf_file": file}
+
+    def _from(self, loader: Any, **options: Any) -> Any:
+        source = self.source()
+        try:
+            return loader.from_pretrained(**source, **options)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"policy.path: cannot load '{self.path}': {str(error).strip().splitlines()[0]} (a path is a folder that holds "
+                "config.json, a tokenizer and weights, a GGUF file, package:NAME/FILE, or a name on a hub that can be reached)"
+            ) from error
 
     def config(self, *, alphabet: str) -> Any:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.path, revision=self.revision)
+        return self._from(AutoConfig)
+
+    def tokenizer(self, *, alphabet: str) -> PreTrainedTokenizerBase:
+        from transformers import AutoTokenizer
+
+        tokenizer = self._from(AutoTokenizer, padding_side="left")
+        if not tokenizer("0")["input_ids"]:  # made by transformers from a configuration alone
+            raise ValueError(f"policy.path: there is no tokenizer in '{self.path}' (tokenizer.json or a vocabulary)")
+        if tokenizer.chat_template is None and (self.chat == "always" or self.system is not None or self.chat_options):
+            raise ValueError(
+                f"policy: the tokenizer of '{self.path}' has no chat template, which chat: {self.chat}, system or chat_options "
+                "ask for; take a chat model, or leave them out and write the whole prompt into the task"
+            )
+        return tokenizer
 
     def load(self, *, alphabet: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
         from .attention import tappable
+        from .base import end_tokens
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.path, revision=self.revision, padding_side="left")
-            model = AutoModelForCausalLM.from_pretrained(self.path, revision=self.revision, dtype="auto")
-        except OSError as error:
-            raise ValueError(f"policy.path: cannot load '{self.path}': {str(error).splitlines()[0]}") from error
+        tokenizer = self.tokenizer(alphabet=alphabet)
+        model = self._from(AutoModelForCausalLM, dtype=self.dtype)
+        if getattr(model, "hf_quantizer", None) is not None and "gguf_file" in self.source():
+            model.hf_quantizer = None  # its weights are unpacked, and would not be saved beside it
+            del model.config.quantization_config
+        if not end_tokens(model, tokenizer):
+            raise ValueError(f"policy.path: neither tokenizer nor generation configuration of '{self.path}' names an end token")
         if tokenizer.eos_token_id is None:
-            raise ValueError(f"policy.path: the tokenizer of '{self.path}' has no end token (eos_token)")
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_tokens(model, tokenizer)[0])
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token  # masks, not ids, say what padding is
+        self.encode(tokenizer, "?")  # a template that takes no system message says so now
         return tappable(model), tokenizer
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        if self.chat == "never" or tokenizer.chat_template is None:
+            return super().encode(tokenizer, text)
+        system = [{"role": "system", "content": self.system}] if self.system is not None else []
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self.chat_options}
+        try:
+            written = tokenizer.apply_chat_template([*system, {"role": "user", "content": text}], **options)
+        except Exception as error:  # the template's own, of whatever kind
+            raise ValueError(f"policy: the chat template of '{self.path}' refuses the prompt {text[:60]!r}: {error}") from error
+        return tokenizer(written, add_special_tokens=False)["input_ids"]  # the template has written them
+
+
+def _in_package(path: str) -> str:
+    """`package:NAME/FILE` as a path. Raises ValueError where the package is not installed or holds no such file."""
+    name, _, file = path.removeprefix(PACKAGE).partition("/")
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"policy.path: no package '{name}' is installed, of which {path} names a file; install it with pip")
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    if not (folder / file).exists():
+        there = ", ".join(sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))) or "none"
+        raise ValueError(f"policy.path: the package '{name}' holds no '{file}'; GGUF files there: {there}")
+    return str(folder / file)

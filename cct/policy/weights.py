@@ -69,11 +69,13 @@ def _adapters(layer: Any) -> list[nn.Parameter]:
     return [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
 
 
-def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | list[str]) -> None:
+def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | tuple[str, ...]) -> None:
     """Freeze the model and put trainable low-rank adapters beside its linear layers, in place (Hu et al. 2021, by peft)."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=targets if isinstance(targets, str) else list(targets), task_type="CAUSAL_LM"
+    )
     model.requires_grad_(False)
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     for name, parameter in model.named_parameters():

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cct.evidence import Evidence, Failure, Verdict, verdicts
@@ -101,6 +102,20 @@ def respond(
     return [Response(decode(c), c.tokens, c.finished, c.logprobs) for c in completions]
 
 
+def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    """Token ids of the prompts. Raises TrainingStopped where the model has no positions for one and its response."""
+    tokens = [tuple(recipe.policy.encode(tokenizer, prompt.text)) for prompt in prompts]
+    positions = getattr(actor.config.get_text_config(), "max_position_embeddings", None)
+    room = recipe.generation.max_new_tokens
+    for prompt, ids in zip(prompts, tokens, strict=True):
+        if positions is not None and len(ids) + room > positions:
+            raise TrainingStopped(
+                f"the prompt {prompt.text[:60]!r} has {len(ids)} tokens; with generation.max_new_tokens ({room}) that is more "
+                f"than the {positions} positions of the model. Leave it out of the task, or lower max_new_tokens"
+            )
+    return tokens
+
+
 def sample_rows(
     recipe: Recipe, engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Prompt], seed: int, ranks: Ranks
 ) -> tuple[list[Row], Counter[str]]:
@@ -111,7 +126,7 @@ def sample_rows(
     """
     each = recipe.training.responses_per_prompt
     numbers = ranks.share(len(prompts) * each)
-    tokens = [tuple(tokenizer(prompt.text)["input_ids"]) for prompt in prompts]
+    tokens = encode(recipe, engine.actor, tokenizer, prompts)
     seeds = [derive_seed(seed, number) for number in numbers]
     responses = respond(engine, tokenizer, [tokens[number // each] for number in numbers], seeds)
     rewards, keep, errors = judge(recipe.evidence, [prompts[number // each] for number in numbers], responses)
@@ -140,7 +155,7 @@ def evaluate_frozen(recipe: Recipe, engine: Engine, tokenizer: Tokenizer, ranks:
 
 def _greedy(recipe: Recipe, engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Prompt], ranks: Ranks) -> dict[str, float]:
     mine = [prompts[number] for number in ranks.share(len(prompts))]
-    responses = respond(engine, tokenizer, [tokenizer(prompt.text)["input_ids"] for prompt in mine], None)
+    responses = respond(engine, tokenizer, encode(recipe, engine.actor, tokenizer, mine), None)
     scored = [scores(part, mine, responses, Counter()) for part in recipe.evidence]
     names = ("accuracy", "reward", "length", "truncated")
     sums = (

@@ -31,9 +31,11 @@ from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
 from .collect import Collector
 from .module import CreditModule, RolloutData
 from .ranks import Ranks
-from .rows import evaluate, evaluate_frozen
+from .rows import encode, evaluate, evaluate_frozen
 from .strategies import strategy_of
 from .warm_start import warm_start
+
+LOOK_AHEAD = 2048  # training prompts whose length is looked at before the run; later ones when their turn comes
 
 
 def new_folder(root: Path, name: str) -> Path:
@@ -49,7 +51,11 @@ def new_folder(root: Path, name: str) -> Path:
 
 
 def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrainedTokenizerBase, PreTrainedModel | None]:
-    """Agent at its starting point, tokenizer, and the reference model where a part needs one."""
+    """Agent at its starting point, tokenizer, and the reference model where a part needs one.
+
+    Raises RecipeError where a part cannot work here, TrainingStopped where one of the first prompts is longer than the model
+    can take.
+    """
     training = recipe.training
     if training.threads:
         torch.set_num_threads(training.threads)
@@ -61,6 +67,8 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
             statistic.layer_indices(actor.config.get_text_config().num_hidden_layers)
     except (ValueError, OSError) as error:
         raise RecipeError(str(error)) from error
+    drawn = (training.critic_warmup + training.iterations) * training.prompts_per_iteration
+    encode(recipe, actor, tokenizer, recipe.task.prompts(recipe.seed, 0, min(drawn, LOOK_AHEAD)))
     without_dropout(actor).train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(recipe.seed, "critic"))
@@ -191,8 +199,11 @@ def evaluate_run(folder: Path) -> dict[str, float]:
     _quiet()
     if not (folder / "policy").is_dir():
         raise RecipeError(f"{folder}: no exported policy (policy/); the run has not ended yet")
+    path = json.dumps(str((folder / "policy").resolve()))
+    start = ("revision", "gguf_file", "lora", "warm_start")  # of what the run began with
     recipe = load_recipe(
-        folder / "recipe.yaml", [f"policy={{use: pretrained, path: {json.dumps(str((folder / 'policy').resolve()))}}}"]
+        folder / "recipe.yaml",
+        [f"policy={{use: pretrained, path: {path}}}", *(f"policy.{knob}=" for knob in start)],
     )
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
     engine = recipe.generation.open(actor, tokenizer)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from cct.policy import WARM_START_SEED, Policy, WarmStart
 from cct.policy.attention import tappable
+from cct.recipe import RecipeError
 from cct.task import Task
 
 
@@ -47,13 +48,17 @@ def warm_start(
     """Load the policy and, where it says so, its warm start, from the cache if it is there.
 
     report: called with (step, steps, loss) after every step. The cache entry appears whole or not at all.
+    Raises RecipeError where the policy cannot be loaded.
     """
-    model, tokenizer = policy.load(alphabet=task.alphabet, seed=seed)
+    try:
+        model, tokenizer = policy.load(alphabet=task.alphabet, seed=seed)
+    except (ValueError, OSError) as error:
+        raise RecipeError(f"policy '{policy.use}': {error}") from error
     if policy.warm_start is None:
         return model, tokenizer
     entry = cache_folder() / "warm_start" / warm_start_key(policy, task, seed)
     if not entry.is_dir():
-        _supervise(model, tokenizer, task, policy.warm_start, seed, report)
+        _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
         entry.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(dir=entry.parent))
         model.save_pretrained(unfinished)
@@ -64,7 +69,7 @@ def warm_start(
     return tappable(AutoModelForCausalLM.from_pretrained(entry, dtype=model.dtype)), tokenizer
 
 
-def _supervise(model, tokenizer, task: Task, knobs: WarmStart, seed: int, report) -> None:
+def _supervise(model, tokenizer, policy: Policy, task: Task, knobs: WarmStart, seed: int, report) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=knobs.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
 
     def pace(step: int) -> float:
@@ -76,7 +81,7 @@ def _supervise(model, tokenizer, task: Task, knobs: WarmStart, seed: int, report
         pairs = task.demonstrations(seed + WARM_START_SEED, step * knobs.batch_size, knobs.batch_size)
         ids, labels = [], []
         for prompt, response in pairs:
-            p = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            p = policy.encode(tokenizer, prompt)
             r = tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
             ids.append(p + r)
             labels.append([-100] * len(p) + r)

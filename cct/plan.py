@@ -1,0 +1,335 @@
+"""`cct plan`: what a recipe needs of memory, process by process, without loading weights.
+
+Weights, gradients and optimizer states follow from the number of parameters, the strategy and the precision.
+What the passes hold is counted by `training.memory`. Not counted: what kernels take inside, and the time of it all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cct.recipe import Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from cct.training.memory import Footprint, Peak
+
+GB = 10**9
+
+# Memory of one device in GB, as the maker's data sheets say (NVIDIA; product pages of each). The devices have a little more.
+GPUS = {
+    "A100-40GB": 40,
+    "A100-80GB": 80,
+    "H100-80GB": 80,
+    "H200-141GB": 141,
+    "B200-180GB": 180,
+    "L4-24GB": 24,
+    "L40S-48GB": 48,
+    "A10-24GB": 24,
+    "RTX-3090-24GB": 24,
+    "RTX-4090-24GB": 24,
+}
+
+# On a GPU, taken beside PyTorch's tensors: CUDA context, kernels' workspaces, NCCL's buffers. A guess, not measured here.
+GPU_FIXED = 2 * GB
+
+# On a GPU, what PyTorch's allocator loses between blocks of changing sizes, as a share of what passes hold. A guess as well.
+GPU_FRAGMENTATION = 0.1
+
+# On a CPU, what a run takes beside imports and tensors (Lightning's loop, threads' arenas, kernels made at first use):
+# measured on the shipped recipes.
+CPU_FIXED = int(0.06 * GB)
+
+# On a CPU, what glibc's allocator loses between blocks that come and go, as a share of what passes hold: measured on runs of
+# 0.7 to 4.7 GB. It gives little back to the system, so what is written after a pass comes on top of it. (Blocks of up to 32 MB
+# come from its heap; with MALLOC_MMAP_THRESHOLD_=65536 in the environment the share was near 0.)
+CPU_FRAGMENTATION = 0.45
+
+# Elements in DeepSpeed's two communication buckets (Lightning's default), and the most that ZeRO-3 gathers (DeepSpeed's).
+DEEPSPEED_BUCKETS = 2 * 200_000_000
+DEEPSPEED_GATHERED = 1_000_000_000
+
+# Copies of the logits of one position per sequence while transformers' generate samples: logits, scaled, noise, its logarithm.
+SAMPLING_COPIES = 4
+
+CHARACTERS_PER_TOKEN = 3  # where no tokenizer is at hand: fewer than tokenizers reach, so that prompts are not made too short
+UNKNOWN_PROMPT = 512  # tokens, where the task's data cannot be read either
+
+
+@dataclass
+class Plan:
+    """Bytes in one process, by phase and part, and what was assumed."""
+
+    actor: int
+    trained: int
+    critic: int
+    critics: dict[str, int]
+    """Parameters of the recipe's critic, and of those to compare it with."""
+    processes: int
+    prompt: int
+    """Tokens of the longest prompt."""
+    width: int
+    """Tokens of the longest response."""
+    responses: int
+    """In one iteration, over all processes."""
+    phases: dict[str, dict[str, int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def peak(self) -> int:
+        return max(sum(parts.values()) for parts in self.phases.values())
+
+
+def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
+    """What one process needs. gpu: bytes of its device; None plans for a process on the CPU.
+
+    Raises RecipeError where the model's configuration cannot be had.
+    """
+    base = _resident() if gpu is None else 0
+    from cct.training.memory import footprint, sizes
+
+    try:
+        config = recipe.policy.config(alphabet=recipe.task.alphabet)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"policy '{recipe.policy.use}': {str(error).splitlines()[0]}") from None
+    training = recipe.training
+    notes: list[str] = []
+    prompt = _prompt_tokens(recipe, notes)
+    accumulates = training.micro_batches > 1 or _sharded(recipe)
+    try:
+        foot = footprint(recipe, config, prompt, accumulates=accumulates)
+    except ValueError as error:
+        raise RecipeError(f"policy '{recipe.policy.use}': {error}") from None
+    result = Plan(
+        foot.actor,
+        foot.trained,
+        foot.critic,
+        sizes(recipe, config),
+        training.processes,
+        prompt,
+        recipe.generation.max_new_tokens,
+        training.prompts_per_iteration * training.responses_per_prompt,
+        notes=notes,
+    )
+    for phase, parts in _phases(recipe, foot, result, gpu):
+        passing = parts.get("activations", 0) + parts.get("logits", 0)
+        parts["allocator"] = int(passing * (CPU_FRAGMENTATION if gpu is None else GPU_FRAGMENTATION))
+        parts["fixed"] = base + CPU_FIXED if gpu is None else GPU_FIXED
+        result.phases[phase] = {name: size for name, size in parts.items() if size}
+    return result
+
+
+# --- the parts --------------------------------------------------------------------------------
+def _sharded(recipe: Recipe) -> bool:
+    """Gradients leave as they come, and each process keeps its part."""
+    return recipe.training.strategy in ("fsdp", "deepspeed_2", "deepspeed_3")
+
+
+def _phases(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> Iterator[tuple[str, dict[str, int]]]:
+    """Each phase of an iteration with its parts, in bytes."""
+    training, strategy, processes = recipe.training, recipe.training.strategy, recipe.training.processes
+    deepspeed = strategy.startswith("deepspeed")
+    of_weights = processes if strategy in ("fsdp", "deepspeed_3") else 1
+    of_gradients = processes if _sharded(recipe) else 1
+    of_states = processes if strategy == "fsdp" or deepspeed else 1
+    learning = foot.trained + foot.critic
+    weights = (foot.actor + foot.critic) * foot.weight_bytes
+    # AdamW's two moments in float32; DeepSpeed keeps float32 weights of its own beside them.
+    states = learning * (12 if deepspeed else 8)
+
+    standing = {
+        "weights": weights // of_weights if training.offload != "parameters" else 0,
+        "optimizer states": states // of_states if training.offload == "none" else 0,
+    }
+    if any("reference" in part.needs for part in recipe.parts.values()):
+        standing["reference model"] = foot.actor * foot.weight_bytes
+    if strategy in ("auto", "ddp") and processes > 1:
+        standing["communication"] = learning * foot.weight_bytes
+    elif deepspeed:
+        standing["communication"] = min(DEEPSPEED_BUCKETS, 2 * learning) * foot.weight_bytes
+    gathered = {
+        "deepspeed_3": min(DEEPSPEED_GATHERED, foot.actor + foot.critic) * foot.weight_bytes,
+        "fsdp": 2 * foot.largest * foot.weight_bytes,
+    }.get(strategy, 0)
+
+    rows = plan.responses // processes
+    rollout = plan.responses * (12 * (plan.prompt + plan.width) + 40 * plan.width)
+    traces = rows // training.rows_per_forward * foot.read.left
+    engine = _engine(recipe, foot, plan, gpu)
+    asleep = {} if getattr(recipe.generation, "sleep", True) else {k: v for k, v in engine.items() if k.startswith("engine")}
+
+    def gradients(parameters: int) -> int:
+        both = learning if deepspeed else parameters  # DeepSpeed has zeros for the part that does not learn
+        return both * foot.weight_bytes // of_gradients
+
+    def passing(peak: Peak, made_gradients: int = 0) -> dict[str, int]:
+        return {"activations": max(0, peak.total - peak.logits - made_gradients), "logits": peak.logits}
+
+    whole = {"gathered weights": weights - weights // of_weights} if of_weights > 1 else {}
+    left = {} if deepspeed else {"gradients": gradients(foot.trained)}
+    yield "generate", standing | left | whole | engine
+    read = passing(foot.read)
+    read["activations"] = max(0, read["activations"] - foot.read.left)
+    within = {"gathered weights": gathered}
+    yield "read", standing | left | asleep | within | {"rollout": rollout + traces} | read
+    if foot.critic:
+        parts = passing(foot.critic_pass, foot.critic * 4 if not deepspeed else 0)
+        yield (
+            "critic pass",
+            standing | asleep | within | {"rollout": rollout + traces, "gradients": gradients(foot.critic)} | parts,
+        )
+    made = 0 if training.micro_batches > 1 or _sharded(recipe) else foot.trained * foot.weight_bytes
+    full = {"rollout": rollout + traces, "gradients": gradients(foot.trained)}
+    policy = standing | asleep | within | full | passing(foot.policy_pass, made)
+    yield "policy pass", policy
+    if gpu is not None and training.offload == "none":
+        # The step's own temporaries: PyTorch's grouped AdamW one of the size of the weights, DeepSpeed float32 gradients.
+        step = {"activations": learning * 4 // of_states}
+        yield "step", standing | asleep | full | step
+    if gpu is None and not deepspeed:  # Lightning writes a checkpoint into memory first, and the pass's blocks are still there
+        yield "save", policy | {"checkpoint": weights + states}
+
+
+def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> dict[str, int]:
+    """What the generation engine holds while it samples."""
+    generation, length = recipe.generation, plan.prompt + plan.width
+    share = getattr(generation, "memory_fraction", None)
+    if share is None:  # transformers, on the weights being trained
+        sequences = min(generation.batch_size, max(plan.responses, len(_held_out(recipe))) // plan.processes or 1)
+        logits = SAMPLING_COPIES * sequences * foot.vocabulary * 4
+        return {"KV cache": sequences * length * foot.cache_per_token * foot.weight_bytes, "logits": logits}
+    parts = getattr(generation, "tensor_parallel", 1)
+    each = 2 if recipe.training.precision == "bf16" or foot.weight_bytes == 2 else 4
+    weights = foot.actor * each // parts
+    sequence = length * foot.cache_per_token * each // parts
+    wanted = min(getattr(generation, "max_sequences", None) or plan.responses, plan.responses)
+    if gpu is None:
+        return {"engine weights": weights, "engine KV cache": wanted * sequence}
+    room = int(share * gpu) - weights
+    if room < sequence:
+        raise RecipeError(
+            f"generation.memory_fraction ({share}) of {gpu / GB:.0f} GB leaves {room / GB:.1f} GB beside the engine's weights "
+            f"({weights / GB:.1f} GB), less than one sequence of {length} tokens takes ({sequence / GB:.2f} GB); raise it, or "
+            "generation.tensor_parallel"
+        )
+    plan.notes.append(
+        f"the engine has room for {room // sequence} sequences of {length} tokens at once; {wanted} are asked for"
+    )
+    return {"engine weights": weights, "engine KV cache": room}
+
+
+# --- the lengths ------------------------------------------------------------------------------
+def _held_out(recipe: Recipe) -> Sequence[Any]:
+    try:
+        return recipe.task.held_out()
+    except (OSError, ValueError, ImportError):
+        return []
+
+
+def _prompt_tokens(recipe: Recipe, notes: list[str]) -> int:
+    """Tokens of the longest prompt that the engine takes, or that the first iteration and the evaluation have."""
+    limit, width = getattr(recipe.generation, "max_length", None), recipe.generation.max_new_tokens
+    if limit is not None:
+        return max(1, limit - width)
+    try:
+        prompts = [*recipe.task.prompts(recipe.seed, 0, recipe.training.prompts_per_iteration), *recipe.task.held_out()]
+    except (OSError, ValueError, ImportError) as error:
+        notes.append(
+            f"prompts of {UNKNOWN_PROMPT} tokens assumed, as the task's data cannot be read: {str(error).splitlines()[0]}"
+        )
+        return UNKNOWN_PROMPT
+    try:
+        tokenizer = recipe.policy.tokenizer(alphabet=recipe.task.alphabet)
+        return max(len(recipe.policy.encode(tokenizer, prompt.text)) for prompt in prompts)
+    except (OSError, ValueError):
+        notes.append(f"no tokenizer is at hand: {CHARACTERS_PER_TOKEN} characters a token assumed, and no chat template")
+        return max(len(prompt.text) for prompt in prompts) // CHARACTERS_PER_TOKEN + 1
+
+
+def _resident() -> int:
+    """Bytes that this process holds once it has imported what a run imports."""
+    import resource
+
+    import cct.training.run  # noqa: F401
+
+    statistics = Path("/proc/self/statm")
+    if statistics.is_file():
+        return int(statistics.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, and the most so far
+
+
+# --- the command ------------------------------------------------------------------------------
+def gpu_memory(name: str) -> int:
+    """Bytes of a GPU by name, or of `24GB`. Raises RecipeError where neither is meant."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", name, re.IGNORECASE)
+    if size:
+        return int(float(size[1]) * GB)
+    plain = lambda text: re.sub(r"[^a-z0-9]", "", text.lower())  # noqa: E731
+    found = [known for known in GPUS if plain(known).startswith(plain(name))] if plain(name) else []
+    if len(found) != 1:
+        what = f"may be {' or '.join(found)}" if found else "is not known"
+        raise RecipeError(f"--gpu {name} {what}; there are: {', '.join(GPUS)}, or a size such as 24GB")
+    return GPUS[found[0]] * GB
+
+
+def print_plan(recipe: Recipe, gpu: str | None) -> int:
+    """Print the plan. Returns 0 where it fits the GPU or none is named, 1 where it does not."""
+    from rich.console import Console
+    from rich.table import Table
+
+    memory = gpu_memory(gpu) if gpu is not None else None
+    found, training = plan(recipe, memory), recipe.training
+    print(f"actor: {found.actor:,} parameters" + (f", {found.trained:,} trained" if found.trained != found.actor else ""))
+    for name, count in found.critics.items():
+        chosen = recipe.critic is not None and name == recipe.critic.use
+        said = "critic" if chosen else "for comparison, critic"
+        print(f"{said} ({name}): {count:,} parameters, {count / found.actor:.1%} of the actor")
+    print(
+        f"an iteration: {found.responses:,} responses of at most {found.prompt} + {found.width} tokens, "
+        f"{found.responses * (found.prompt + found.width):,} in all"
+    )
+    print(f"processes: {training.processes}, {training.strategy}, {training.precision}")
+    for note in found.notes:
+        print(note)
+    table = Table(title=f"GB in one process, {'CPU' if memory is None else gpu}", title_justify="left")
+    table.add_column("")
+    for phase in found.phases:
+        table.add_column(phase, justify="right")
+    for part in dict.fromkeys(part for parts in found.phases.values() for part in parts):
+        table.add_row(part, *(_shown(parts.get(part, 0)) for parts in found.phases.values()))
+    table.add_row("sum", *(_shown(sum(parts.values())) for parts in found.phases.values()), style="bold")
+    Console(width=128).print(table)
+    if memory is None:
+        print(f"peak: {found.peak / GB:.2f} GB of resident memory in each process, what torch and the rest take included")
+        return 0
+    fits = found.peak <= memory
+    print(f"peak: {found.peak / GB:.1f} GB of {memory / GB:.0f} GB: {'fits' if fits else 'does not fit'} {gpu}")
+    if not fits:
+        print(_advice(recipe, found))
+    return 0 if fits else 1
+
+
+def _shown(size: int) -> str:
+    return f"{size / GB:.2f}" if size else ""
+
+
+def _advice(recipe: Recipe, found: Plan) -> str:
+    """What to lower, by the largest part of the phase that needs most."""
+    phase, parts = max(found.phases.items(), key=lambda item: sum(item[1].values()))
+    part = max(parts, key=lambda name: parts[name])
+    remedy = {
+        "weights": "training.strategy: deepspeed_3, policy.lora, or more GPUs",
+        "reference model": "geometry.kl_coef: 0, or another model",
+        "gradients": "training.strategy: deepspeed_2 or policy.lora",
+        "optimizer states": "training.strategy: deepspeed_1, training.offload: optimizer, policy.lora, or more GPUs",
+        "activations": "training.micro_batch_size, training.gradient_checkpointing: true, or generation.max_new_tokens",
+        "logits": "training.micro_batch_size or generation.max_new_tokens",
+        "rollout": "critic.depth, training.responses_per_prompt or more GPUs",
+        "engine weights": "generation.tensor_parallel, or generation.sleep: true",
+        "engine KV cache": "generation.memory_fraction",
+        "KV cache": "generation.batch_size",
+    }.get(part, "a smaller model")
+    return f"most of it is {part} ({parts[part] / GB:.1f} GB, {phase}); what helps: {remedy}"

@@ -1,0 +1,289 @@
+"""`cct plan` against what runs really take, and against sizes known from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import Field
+from transformers import LlamaConfig, Qwen3Config
+
+from cct.cli import main
+from cct.plan import GB, GPU_FIXED, GPUS, gpu_memory, plan
+from cct.policy import Generation
+from cct.recipe import RecipeError, load_recipe
+from cct.training.memory import Live, footprint
+
+ROOT = Path(__file__).parents[1]
+
+QWEN3_4B = Qwen3Config(
+    hidden_size=2560,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=9728,
+    vocab_size=151_936,
+    max_position_embeddings=40_960,
+    tie_word_embeddings=True,
+)
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14_336,
+    vocab_size=128_256,
+    max_position_embeddings=131_072,
+    tie_word_embeddings=False,
+)
+
+
+# --- against real runs ------------------------------------------------------------------------
+SHORT = ["training.iterations=1", "policy.warm_start=null", "training.threads=1", "task.held_out_size=32"]
+SHORT_CRITIC = ["training.critic_warmup=1", "training.critic_epochs=1"]
+LARGER = [
+    "policy.hidden_size=512",
+    "policy.layers=8",
+    "policy.heads=8",
+    "policy.kv_heads=4",
+    "policy.intermediate_size=1536",
+    "training.prompts_per_iteration=4",
+    "training.minibatch_size=32",  # two steps, so that the optimizer has its states in the second
+]
+# The most resident memory of this process image: getrusage's maximum would begin with that of the process it was forked from.
+PEAK = """
+import re, sys
+from pathlib import Path
+from cct.cli import main
+assert main(sys.argv[1:]) == 0
+status = Path("/proc/self/status")
+if status.is_file():
+    print("peak", int(re.search(r"VmHWM:\\s+(\\d+)", status.read_text())[1]) * 1024)
+else:
+    import resource
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+PLANNED = """
+import sys
+from cct.plan import plan
+from cct.recipe import load_recipe
+print("peak", plan(load_recipe(sys.argv[1], sys.argv[2:])).peak)
+"""
+
+
+def fresh(*arguments: str) -> int:
+    """What a process of its own printed as its peak."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return int(re.search(r"peak (\d+)", done.stdout)[1])
+
+
+@pytest.mark.parametrize(
+    "name, sets",
+    [
+        ("compo", SHORT_CRITIC),
+        ("gae", SHORT_CRITIC),
+        ("grpo", []),
+        ("grpo", LARGER),
+        ("compo", [*LARGER, *SHORT_CRITIC, "training.micro_batch_size=16"]),
+    ],
+    ids=["compo", "gae", "grpo", "grpo-larger", "compo-larger"],
+)
+def test_the_plan_is_within_a_fifth_of_what_a_run_takes(tmp_path, name, sets):
+    recipe, sets = f"recipes/{name}.yaml", [*SHORT, *sets]
+    measured = fresh("-c", PEAK, "run", recipe, "--runs", str(tmp_path), *(x for s in sets for x in ("--set", s)))
+    planned = fresh("-c", PLANNED, recipe, *sets)
+    print(f"{name}: measured {measured / GB:.3f} GB, planned {planned / GB:.3f} GB")
+    assert planned == pytest.approx(measured, rel=0.2)
+
+
+# --- counting ---------------------------------------------------------------------------------
+def test_live_counts_what_is_alive_and_the_most_at_once():
+    weight = torch.nn.Parameter(torch.zeros(100, 100))
+    with Live(vocabulary=7) as live:
+        a = torch.zeros(1000)  # 4000 bytes
+        b = a.view(10, 100) + 1  # 4000; the view none
+        del a
+        c = b @ weight.t()  # 4000; the weight was there before
+        logits = torch.zeros(2, 5, 7)  # 280
+        del b, c
+        assert live.now == 280 + 0 and live.logits == 280
+        del logits
+    peak = live.closing()
+    assert (peak.total, peak.logits, peak.left) == (2 * 4000 + 280, 280, 0)
+
+
+def small(*sets: str):
+    return load_recipe(ROOT / "recipes" / "compo.yaml", ["policy.warm_start=null", *sets])
+
+
+def feet(*sets: str, accumulates: bool = True):
+    recipe = small(*sets)
+    return footprint(recipe, recipe.policy.config(alphabet=recipe.task.alphabet), 14, accumulates=accumulates)
+
+
+def test_what_the_passes_hold_follows_the_micro_batch_the_length_and_checkpointing():
+    whole, half = feet(), feet("training.micro_batch_size=32")
+    assert half.policy_pass.total == pytest.approx(whole.policy_pass.total / 2, rel=0.05)
+    assert half.read.left == pytest.approx(whole.read.left / 2, rel=0.05)
+    assert feet("generation.max_new_tokens=96").policy_pass.total > 1.5 * whole.policy_pass.total
+    assert feet("training.gradient_checkpointing=true").policy_pass.total < 0.6 * whole.policy_pass.total
+    assert feet("training.precision=bf16").policy_pass.total < 0.8 * whole.policy_pass.total
+    first = feet(accumulates=False)  # the gradients of its 445,216 parameters are made in the pass
+    assert first.policy_pass.left - whole.policy_pass.left == 4 * 445_216
+
+
+def test_the_trace_of_tac_is_counted_and_grows_with_its_depth():
+    """Two ladder rungs: hidden states [64, 62, 96], queries and keys [64, 3, 62, 32] of each."""
+    rung = 64 * 62 * (96 + 2 * 96) * 4
+    assert feet().read.left >= 2 * rung
+    assert feet("critic.depth=4").read.left - feet().read.left == pytest.approx(2 * rung, rel=0.1)
+
+
+def test_adapters_are_all_that_learns_with_lora():
+    foot, plain = feet("policy.lora={rank: 4}"), feet()
+    width, inner = 96, 256
+    per_layer = 4 * 4 * (width + width) + 4 * 3 * (width + inner)  # q, k, v, o; gate, up, down
+    assert foot.trained == 4 * per_layer and foot.actor == plain.actor + foot.trained
+    assert plain.trained == plain.actor
+    only_queries = feet("policy.lora={rank: 4, targets: [q_proj]}")
+    assert only_queries.trained == 4 * 4 * (width + width)
+
+
+# --- parts by strategy ------------------------------------------------------------------------
+def parts(*sets: str, gpu: int | None = 80 * GB) -> dict[str, dict[str, int]]:
+    return plan(small(*sets), gpu).phases
+
+
+def test_each_strategy_divides_what_it_divides():
+    learning = sum(recipe_sizes())
+    bf16 = ["training.devices=4", "training.precision=bf16"]
+    one = parts()["policy pass"]
+    assert one["weights"] == 4 * learning and one["optimizer states"] == 8 * learning and "communication" not in one
+    ddp = parts("training.devices=4")["policy pass"]
+    assert (ddp["weights"], ddp["optimizer states"], ddp["communication"]) == (4 * learning, 8 * learning, 4 * learning)
+    for stage, weights, gradients in [(1, 2, 2), (2, 2, 0.5), (3, 0.5, 0.5)]:
+        found = parts(*bf16, f"training.strategy=deepspeed_{stage}")
+        assert found["policy pass"]["optimizer states"] == 12 * learning // 4
+        assert found["policy pass"]["weights"] == pytest.approx(weights * learning, abs=4)
+        assert found["policy pass"]["gradients"] == pytest.approx(gradients * learning, abs=4)
+        assert ("gathered weights" in found["generate"]) == (stage == 3)
+    fsdp = parts("training.devices=4", "training.strategy=fsdp")["policy pass"]
+    assert (fsdp["weights"], fsdp["optimizer states"]) == (learning, 2 * learning)
+
+
+def recipe_sizes() -> tuple[int, int]:
+    found = plan(small(), 80 * GB)
+    return found.actor, found.critic
+
+
+def test_what_is_offloaded_is_not_on_the_device():
+    stage = "training.strategy=deepspeed_3"
+    assert "optimizer states" not in parts(stage, "training.offload=optimizer")["policy pass"]
+    both = parts(stage, "training.offload=parameters")["policy pass"]
+    assert "optimizer states" not in both and "weights" not in both and both["gathered weights"] > 0
+
+
+def test_the_reference_model_is_there_where_a_part_needs_it():
+    actor, _ = recipe_sizes()
+    assert parts("geometry.kl_coef=0.1")["read"]["reference model"] == 4 * actor
+    assert "reference model" not in parts()["read"]
+
+
+class Colocated(Generation):
+    """An engine with its own weights on the same device."""
+
+    memory_fraction: float = Field(0.5, gt=0, lt=1)
+    """Share of the device."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Devices that share it."""
+    max_sequences: int = Field(16, ge=1)
+    """Sequences at once."""
+    max_length: int = Field(64, ge=1)
+    """Tokens of prompt and response."""
+    sleep: bool = True
+    """Whether it frees its memory while training."""
+
+
+def test_an_engine_takes_its_share_and_frees_it_where_it_sleeps():
+    recipe, actor = small(), recipe_sizes()[0]
+    for sleep in (True, False):
+        engine = Colocated(max_new_tokens=48, sleep=sleep)
+        found = plan(recipe.model_copy(update={"generation": engine}), GB)
+        assert found.prompt == 16
+        generate = found.phases["generate"]
+        assert generate["engine weights"] == 4 * actor and generate["engine weights"] + generate["engine KV cache"] == GB // 2
+        assert ("engine weights" in found.phases["policy pass"]) != sleep
+        assert any("room for" in note for note in found.notes)
+    with pytest.raises(RecipeError, match=r"generation.memory_fraction \(0.001\)"):
+        plan(recipe.model_copy(update={"generation": Colocated(max_new_tokens=48, memory_fraction=0.001)}), GB)
+
+
+# --- models of known size ---------------------------------------------------------------------
+DEEPSPEED = [
+    "training.devices=8",
+    "training.strategy=deepspeed_2",
+    "training.precision=bf16",
+    "training.gradient_checkpointing=true",
+    "training.micro_batch_size=1",
+    "generation.max_new_tokens=512",
+]
+
+
+@pytest.mark.parametrize(
+    "config, count, recipe",
+    [(QWEN3_4B, 4_022_468_096, "compo"), (LLAMA_8B, 8_030_261_248, "grpo")],
+    ids=["qwen3-4b", "llama-8b"],
+)
+def test_a_folder_with_a_configuration_alone_is_enough(capsys, tmp_path, config, count, recipe):
+    config.save_pretrained(tmp_path)
+    sets = [f"policy={{use: pretrained, path: {tmp_path}}}", *DEEPSPEED]
+    argv = ["plan", str(ROOT / "recipes" / f"{recipe}.yaml"), *(x for s in sets for x in ("--set", s)), "--gpu"]
+    assert main([*argv, "H100"]) == 0
+    output = capsys.readouterr().out
+    assert f"actor: {count:,} parameters" in output and "no tokenizer is at hand" in output
+    shown = float(re.search(r"weights +│ +([\d.]+)", output)[1])
+    assert shown == pytest.approx(2 * count / GB, abs=0.01)  # in bfloat16, and the critic is small
+    assert "fits H100" in output and ("critic (tac): 1," in output)
+    assert main([*argv, "16GB"]) == 1
+    output = capsys.readouterr().out
+    assert "does not fit 16GB" in output and "what helps: " in output
+
+
+# --- the command ------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name, size", [("H100", 80), ("h100-80gb", 80), ("A100 40GB", 40), ("rtx 4090", 24), ("24GB", 24), ("1.5 gb", 1.5)]
+)
+def test_a_gpu_by_name_or_size(name, size):
+    assert gpu_memory(name) == size * GB
+
+
+@pytest.mark.parametrize("name, says", [("A100", "A100-40GB or A100-80GB"), ("TPU", "is not known"), ("", "is not known")])
+def test_a_gpu_that_is_not_known_or_not_the_only_one(name, says):
+    with pytest.raises(RecipeError, match=f"{says}; there are: {next(iter(GPUS))}"):
+        gpu_memory(name)
+
+
+def test_plan_on_the_command_line(capsys):
+    argv = ["plan", str(ROOT / "recipes" / "compo.yaml"), "--set", "policy.warm_start=null"]
+    assert main([*argv, "--gpu", "24GB"]) == 0
+    output = capsys.readouterr().out
+    assert "actor: 445,216 parameters" in output and "critic (tac): 92,673 parameters, 20.8% of the actor" in output
+    assert "for comparison, critic (standard): 445,313 parameters" in output
+    assert "256 responses of at most 14 + 48 tokens, 15,872 in all" in output
+    assert main([*argv, "--gpu", f"{GPU_FIXED / GB}GB"]) == 1
+    assert main([*argv, "--gpu", "TPU"]) == 2 and main([*argv, "--set", "policy={use: pretrained, path: nowhere}"]) == 2
+    assert "cannot load 'nowhere'" in capsys.readouterr().err
