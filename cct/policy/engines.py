@@ -6,8 +6,9 @@ import os
 import tempfile
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -22,12 +23,30 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .base import end_tokens
-from .generation import VLLM, Completion, EngineError, Generation
 from .weights import is_split, logprobs_of, named_weights
+
+if TYPE_CHECKING:
+    from .generation import VLLM, Generation
 
 PROBE_SHAPE = (4, 32)  # sequences, tokens
 PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # measured in float32: 1e-6 in order, 0.1 and more with a stale head
 DEFAULT_CPU_CACHE_GB = 1.0
+
+
+class EngineError(RuntimeError):
+    """An engine that cannot start, or whose weights are not the trainer's."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One continuation."""
+
+    tokens: tuple[int, ...]
+    """Emitted ids; the end token, or the token that completes a stop string, is the last where there is one."""
+    finished: bool
+    """Ended by itself rather than at the length limit (the engine's `finish_reason`)."""
+    logprobs: tuple[float, ...] = ()
+    """Per token, of the distribution that it was drawn from: temperature, top-k and top-p applied. Empty where greedy."""
 
 
 class Engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
@@ -14,22 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .engines import Engine
-
-
-class EngineError(RuntimeError):
-    """An engine that cannot start, or whose weights are not the trainer's."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One continuation."""
-
-    tokens: tuple[int, ...]
-    """Emitted ids; the end token, or the token that completes a stop string, is the last where there is one."""
-    finished: bool
-    """Ended by itself rather than at the length limit (the engine's `finish_reason`)."""
-    logprobs: tuple[float, ...] = ()
-    """Per token, of the distribution that it was drawn from: temperature, top-k and top-p applied. Empty where greedy."""
 
 
 class Generation(Component):
