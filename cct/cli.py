@@ -33,12 +33,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cct", description="Credit transport for language-model reinforcement learning.")
+    parser = argparse.ArgumentParser(
+        prog="cct", allow_abbrev=False, description="Credit transport for language-model reinforcement learning."
+    )
     parser.add_argument("--version", action="version", version=f"cct {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, verb, help: str) -> argparse.ArgumentParser:
-        command = verbs.add_parser(name, help=help, description=help)
+        command = verbs.add_parser(name, help=help, description=help, allow_abbrev=False)
         command.set_defaults(verb=verb)
         return command
 
@@ -81,8 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument("axis", choices=("transport",))
     new.add_argument("name")
 
-    evaluate = add("eval", _eval, "greedy held-out evaluation of a finished run")
+    evaluate = add("eval", _eval, "greedy evaluation of a finished run, on the held-out problems and the frozen sets")
     evaluate.add_argument("run", type=Path)
+
+    export = add("export", _export, "write the policy of a run's checkpoint as a Hugging Face folder")
+    export.add_argument("run", type=Path)
+    export.add_argument("folder", type=Path, help="made; must not hold anything")
+    export.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the newest)")
     return parser
 
 
@@ -126,14 +133,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _checked(path: str, overrides: list[str]):
     """The recipe, its data looked at as well."""
+    from cct.preflight import preflight
     from cct.recipe import RecipeError, load_recipe
 
     recipe = load_recipe(path, overrides)
     try:
-        recipe.task.held_out()
-        recipe.task.prompts(recipe.seed, 0, 1)
-    except (ValueError, OSError) as error:
-        raise RecipeError(f"{path}: task '{recipe.task.use}': {error}") from None
+        preflight(recipe)
+    except RecipeError as error:
+        raise RecipeError(*(f"{path}: {problem}" for problem in error.problems)) from None
     return recipe
 
 
@@ -180,7 +187,7 @@ def _ls(arguments: argparse.Namespace) -> int:
             if arguments.axis:
                 for knob, field in cls.model_fields.items():
                     default = "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
-                    print(f"      {knob + ' = ' + default:<34} {field.description or ''}")
+                    print(f"      {knob + ' = ' + default:<34} {' '.join((field.description or '').split())}")
     return 0
 
 
@@ -213,10 +220,24 @@ def _new(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
+    from cct.training.rows import TrainingStopped
     from cct.training.run import evaluate_run
 
-    for name, value in evaluate_run(arguments.run).items():
-        print(f"{name:<18} {value:.4f}")
+    try:
+        metrics = evaluate_run(arguments.run)
+    except TrainingStopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    width = max(18, *map(len, metrics))
+    for name, value in metrics.items():
+        print(f"{name:<{width}} {value:.4f}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from cct.training.export import export
+
+    print(f"wrote {arguments.folder} from {export(arguments.run, arguments.folder, arguments.iteration)}")
     return 0
 
 

@@ -3,8 +3,8 @@
     base: base/chain_arithmetic.yaml      # optional; this file's keys are laid over it
     transport: {use: comp_gae, lam: 0.95}
 
-Laying over: mappings merge key by key; a component whose `use` differs replaces the other one whole;
-everything else replaces. `--set a.b=c` is one more layer.
+Laying over: mappings merge key by key; a component whose `use` differs replaces the other one whole
+(another generation engine keeps what all engines share); everything else replaces. `--set a.b=c` is one more layer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -76,14 +76,14 @@ class Training(Knobs):
     checkpoint_every: int = Field(10, ge=1)
     """Iterations between checkpoints; the last iteration is always kept."""
     strategy: Literal["auto", "ddp", "fsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"] = "auto"
-    """How processes share the work, through Lightning: auto is one process, or ddp where there are more; deepspeed needs the
-    extra `.[deepspeed]`, and runs on CPUs too."""
+    """How processes share the work, through Lightning: auto is one process, or ddp where there are more; fsdp and
+    deepspeed_3 split the weights too; deepspeed needs the extra `.[deepspeed]`. All run on CPUs as well."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What DeepSpeed keeps in the host's memory: the optimizer's states, or with deepspeed_3 the weights as well."""
+    """What DeepSpeed keeps in the CPU's memory: the optimizer's state, or with ZeRO-3 the weights as well."""
     precision: Literal["float32", "bf16"] = "float32"
-    """bf16 computes forward and backward in bfloat16; the optimizer's weights stay float32."""
+    """bf16: forwards and backwards in bfloat16, weights and optimizer in float32."""
     gradient_checkpointing: bool = False
-    """Keep only each layer's input of the actor's forward, and compute the rest again in the backward."""
+    """Recompute each layer in the backward instead of keeping its activations; changes no number."""
     devices: int = Field(1, ge=1, le=1024)
     """Processes on each node, one per device; they divide every minibatch between them."""
     nodes: int = Field(1, ge=1, le=4096)
@@ -99,6 +99,10 @@ class Training(Knobs):
                 f"minibatch_size ({self.minibatch_size}) must divide the {responses} responses of an iteration "
                 f"({self.prompts_per_iteration} prompts x {self.responses_per_prompt} responses)"
             )
+        if self.offload != "none" and not self.strategy.startswith("deepspeed"):
+            raise ValueError(f"offload is DeepSpeed's; strategy is {self.strategy}")
+        if self.offload == "parameters" and self.strategy != "deepspeed_3":
+            raise ValueError(f"offload: parameters needs strategy: deepspeed_3, which splits them; found {self.strategy}")
         if self.minibatch_size % self.processes:
             raise ValueError(f"{self.processes} processes must divide minibatch_size ({self.minibatch_size})")
         if (self.minibatch_size // self.processes) % self.rows_per_forward:
@@ -128,6 +132,8 @@ class Evaluation(Knobs):
 
     every: int = Field(10, ge=1)
     """Iterations between evaluations; before the first and after the last one there always is one."""
+    frozen: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[Task, tasks]] = {}
+    """Further evaluation sets by name, each the held-out problems of a task. `cct eval` alone reads them, a run never does."""
 
 
 class Logging(Knobs):
@@ -168,15 +174,19 @@ class Recipe(Knobs):
 
     @property
     def parts(self) -> dict[str, Component]:
-        """Every component by its place, gates inside transports included."""
+        """Every component by its place, gates inside transports and frozen evaluation sets included."""
         found: dict[str, Component] = {}
 
         def add(place: str, value: Any) -> None:
             if isinstance(value, list):
                 for index, item in enumerate(value):
                     add(f"{place}.{index}", item)
-            elif isinstance(value, Component):
-                found[place] = value
+            elif isinstance(value, dict):
+                for key, item in value.items():
+                    add(f"{place}.{key}", item)
+            elif isinstance(value, Knobs):
+                if isinstance(value, Component):
+                    found[place] = value
                 for name in type(value).model_fields:
                     add(f"{place}.{name}", getattr(value, name))
 
@@ -192,7 +202,8 @@ class Recipe(Knobs):
 
     def providers(self, need: str) -> list[str]:
         """Places of this recipe that provide `need`."""
-        found = [place for place, part in self.parts.items() if need in part.provides]
+        training = {place: part for place, part in self.parts.items() if not place.startswith("evaluation.")}
+        found = [place for place, part in training.items() if need in part.provides]
         if need == "groups" and self.training.responses_per_prompt >= 2:
             found.append("training.responses_per_prompt")
         return found
@@ -205,6 +216,14 @@ class Recipe(Knobs):
             for need in sorted(part.needs)
             if not self.providers(need)
         ]
+        if self.generation.truncates and self.geometry.correction == "none":
+            problems.append(
+                (
+                    "generation",
+                    f"top_p ({self.generation.top_p}) or top_k ({self.generation.top_k}) leaves tokens out, so the trainer's "
+                    "ratios are not of the distribution sampled from; set geometry.correction to truncate or mask",
+                )
+            )
         if self.reward_bounds[0] >= self.reward_bounds[1]:
             problems.append(("evidence", "all evidence has weight 0, so every reward is the same; give one a weight"))
         if self.critic is not None and not any("values" in part.needs for part in self.parts.values()):
@@ -274,6 +293,11 @@ class _Source:
                     if index >= len(low):
                         raise RecipeError(f"{self.mark(path)}{dotted(path)} has {len(low)} entries; there is no number {index}")
                 return [merge(item, changed[i], (*path, i)) if i in changed else item for i, item in enumerate(low)]
+            registry = REGISTRIES.get(str(path[-1])) if path else None
+            if registry and registry.keeps_shared and isinstance(low, Mapping):
+                high = {"use": high} if isinstance(high, str) else high
+                if isinstance(high, Mapping) and high.get("use", low.get("use")) != low.get("use"):
+                    low = {"use": high["use"]} | {key: low[key] for key in registry.base.model_fields if key in low}
             same = isinstance(high, Mapping) and isinstance(low, Mapping) and high.get("use", low.get("use")) == low.get("use")
             if same:
                 return {
@@ -362,6 +386,8 @@ def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> _Source:
     source, above = _read_yaml(path), (*above, path.resolve())
     if isinstance(source.data.get("plugins"), list):  # relative to the file that names them
         source.data["plugins"] = [_absolute_plugin(entry, path.parent) for entry in source.data["plugins"]]
+    if isinstance(source.data.get("evidence"), list):  # so are files with code of evidence
+        source.data["evidence"] = [_absolute_python(entry, path.parent) for entry in source.data["evidence"]]
     base = source.data.pop("base", None)
     if base is None:
         return source
@@ -382,6 +408,12 @@ def _absolute_plugin(entry: Any, folder: Path) -> Any:
     if isinstance(plugin, dict) and isinstance(plugin.get("path"), str) and plugin["path"].endswith(".py"):
         plugin = {**plugin, "path": str((folder / plugin["path"]).resolve())}
     return plugin
+
+
+def _absolute_python(entry: Any, folder: Path) -> Any:
+    if isinstance(entry, dict) and entry.get("use") == "python" and isinstance(entry.get("path"), str):
+        entry = {**entry, "path": str((folder / entry["path"]).resolve())}
+    return entry
 
 
 def _override(text: str) -> _Source:
@@ -480,7 +512,7 @@ def _purpose(keys: Sequence[str | int], data: Any) -> str:
             data = data[key]
         except (KeyError, IndexError, TypeError):
             data = None
-        if isinstance(key, str):  # an index stays within its list's axis
+        if isinstance(key, str) and get_origin(knobs) is not dict:  # an index, or a name, stays within its axis
             field = knobs.model_fields.get(key) if isinstance(knobs, type) and issubclass(knobs, Knobs) else None
             if field is None:
                 return ""

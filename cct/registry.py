@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import (
@@ -52,7 +53,7 @@ class Knobs(BaseModel):
         problems: list[Any] = []
         for key, value in data.items():
             if key not in cls.model_fields:
-                message = _did_you_mean("key", str(key), cls.model_fields)
+                message = did_you_mean("key", str(key), cls.model_fields)
                 problems.append({"type": _error("unknown_key", message), "loc": (str(key),), "input": value})
             elif isinstance(value, bool) and cls.model_fields[key].annotation in (int, float, int | None, float | None):
                 problems.append({"type": _error("number", "input should be a number"), "loc": (key,), "input": value})
@@ -74,7 +75,8 @@ def _error(kind: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(kind, "{message}", {"message": message})  # type: ignore[arg-type]
 
 
-def _did_you_mean(kind: str, name: str, known: Iterable[str]) -> str:
+def did_you_mean(kind: str, name: str, known: Iterable[str]) -> str:
+    """Says that there is none, guesses, and lists what there is."""
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f" (did you mean '{close[0]}'?)" if close else ""
     return f"no {kind} is called '{name}'{hint}; there are: {', '.join(known) or 'none'}"
@@ -95,6 +97,9 @@ class Component(Knobs):
     def provides(self) -> frozenset[str]:
         """What it provides to other parts."""
         return frozenset()
+
+    def ready(self) -> None:
+        """Raises ValueError where it cannot work here, for want of a library or a file; `cct check` and `cct run` ask first."""
 
     @model_serializer(mode="wrap")
     def _with_name(self, handler: Any) -> dict[str, Any]:
@@ -122,11 +127,13 @@ class Registry(Generic[C]):
     """The components of one axis, by name.
 
     axis: singular name as users say it, `transport`; entry points are read from the group `cct.<axis>`.
+    keeps_shared: where a recipe laid over another one names a different component, knobs of the base class stay.
     """
 
-    def __init__(self, axis: str, base: type[C]):
+    def __init__(self, axis: str, base: type[C], *, keeps_shared: bool = False):
         self.axis = axis
         self.base = base
+        self.keeps_shared = keeps_shared
         self._classes: dict[str, type[C]] = {}
         REGISTRIES[axis] = self
 
@@ -157,7 +164,7 @@ class Registry(Generic[C]):
 
     def __getitem__(self, name: str) -> type[C]:
         if name not in self._classes:
-            raise KeyError(_did_you_mean(self.axis, name, self.names()))
+            raise KeyError(did_you_mean(self.axis, name, self.names()))
         return self._classes[name]
 
     # --- pydantic -----------------------------------------------------------------------------
@@ -212,7 +219,20 @@ def _inline(schema: Any, defined: dict[str, Any]) -> Any:
     return [_inline(item, defined) for item in schema] if isinstance(schema, list) else schema
 
 
+def optional(module: str, extra: str) -> ModuleType:
+    """An optional library, imported. Raises ValueError naming the extra that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != module.split(".")[0]:
+            raise  # the library is there, and lacks one of its own
+        raise ValueError(f"the library {module} is not installed; pip install 'cct[{extra}]' brings it") from None
+
+
 # --- plug-ins ---------------------------------------------------------------------------------
+_PLUGIN = "cct_plugin_"  # begins the names of modules made from files
+
+
 class PluginError(ValueError):
     """A plug-in that is not there, or not the one that was meant; its own errors pass as they are."""
 
@@ -235,16 +255,18 @@ def load_plugin(name: str, folder: Path, expected: str | None = None) -> str | N
         )
     if is_file:
         assert path
-        _run_file(path)
+        run_file(path)
     else:
         importlib.import_module(name)
     return digest
 
 
-def _run_file(path: Path) -> None:
-    if any(getattr(module, "__file__", None) == str(path) for module in list(sys.modules.values())):
-        return  # here already, as a plug-in or imported by hand
-    module_name = f"cct_plugin_{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
+def run_file(path: Path) -> ModuleType:
+    """The module that a Python file makes, run once: one that a plug-in or an import by hand has made is taken as it is."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path):
+            return module
+    module_name = f"{_PLUGIN}{path.stem}_{sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -254,6 +276,14 @@ def _run_file(path: Path) -> None:
     except BaseException:
         del sys.modules[module_name]
         raise
+    return module
+
+
+def origin(cls: type[Component]) -> str:
+    """What `load_plugin` takes to define a component's class again in another process: its file, or its module."""
+    module = sys.modules[cls.__module__]
+    from_file = module.__name__ == "__main__" or module.__name__.startswith(_PLUGIN)
+    return str(module.__file__) if from_file else module.__name__
 
 
 def _module_file(name: str) -> Path | None:

@@ -42,6 +42,8 @@ class Response:
     """Emitted token ids, the end token included."""
     finished: bool
     """It ended by itself; False where the length limit cut it (`finish_reason`)."""
+    logprobs: tuple[float, ...] = ()
+    """Per token, of the distribution that the engine drew it from; empty where greedy."""
 
 
 class Concentration(Knobs):
@@ -104,7 +106,8 @@ class Rollout:
     rewards: Tensor  # [B, T]
     groups: Tensor  # [B] int, responses to one prompt share a number
     truncated: Tensor  # [B] bool, cut by the length limit
-    logprobs: Tensor  # [B, T] of the behaviour policy
+    logprobs: Tensor  # [B, T] of the behaviour policy, by the trainer's forward
+    rollout_logprobs: Tensor | None = None  # [B, T] of the distribution sampled from, by the engine
     values: Tensor | None = None  # [B, T] V(s_t)
     bootstrap: Tensor | None = None  # [B] V after the last token of a cut response, 0 elsewhere
     reference_logprobs: Tensor | None = None  # [B, T]

@@ -14,7 +14,7 @@ LAYERS = [
     ("rollout",),
     AXES,
     ("recipe",),
-    ("training", "explain", "scaffold"),
+    ("training", "explain", "scaffold", "preflight"),
     ("study", "plan"),
     ("report",),
     ("cli",),
@@ -22,8 +22,9 @@ LAYERS = [
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY = {"report": {"registry", "rollout"}}  # reads files and the values that flow
 
-HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich"}
-TENSOR_FILES = {"functional.py", "towers.py", "agent.py", "attention.py", "warm_start.py"}
+HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
+HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
+TENSOR_FILES = {"functional.py", "towers.py", "agent.py", "attention.py", "engines.py", "weights.py"}
 
 
 def imports(path: Path) -> list[tuple[str, int, bool]]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from cct.geometry import aggregate, aggregation_weights, geometries, kl_estimate, ppo_clip_loss
+from cct.geometry import aggregate, aggregation_weights, correction_weights, geometries, kl_estimate, ppo_clip_loss
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum_over_constant")
 NAN, INF = float("nan"), float("inf")
@@ -235,3 +235,29 @@ def test_the_component_hands_its_knobs_on():
     new, old, _, advantages, mask = draw(5)
     got, _ = geometries["ppo_clip"](clip_low=0.05, clip_high=0.5, dual_clip=1.5)(3 * new, 3 * old, advantages, mask, None)
     assert torch.equal(got, ppo_clip_loss(3 * new, 3 * old, advantages, mask, clip_low=0.05, clip_high=0.5, dual_clip=1.5)[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "expected"),
+    [
+        ("none", "token", [1.0, 1.0, 1.0]),
+        ("truncate", "token", [2.0, 0.25, 1.0]),  # 4, 1/4 and 1 capped at 2
+        ("mask", "token", [0.0, 0.0, 1.0]),  # outside [1/2, 2]
+        ("truncate", "sequence", [1.0, 1.0, 1.0]),  # 4 * 1/4 * 1
+    ],
+)
+def test_correction_weights_by_hand(kind, level, expected):
+    rollout = torch.tensor([[-3.0, -1.0, -2.0, float("nan")]])
+    logprobs = rollout + torch.tensor([[4.0, 0.25, 1.0, 1.0]]).log()
+    mask = torch.tensor([[True, True, True, False]])
+    raw, used = correction_weights(logprobs, rollout, mask, kind, level, 2.0)
+    torch.testing.assert_close(used[mask], torch.tensor(expected))
+    torch.testing.assert_close(raw[mask], torch.tensor([4.0, 0.25, 1.0] if level == "token" else [1.0] * 3))
+    assert bool(raw.isfinite().all() and used.isfinite().all())
+
+
+def test_a_response_far_from_the_trainers_policy_is_left_out_as_a_whole():
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    logprobs = torch.tensor([[0.3, 0.3, 0.3], [0.3, 0.0, 0.0]])  # products e^0.9 and e^0.3
+    _, used = correction_weights(logprobs, torch.zeros(2, 3), mask, "mask", "sequence", 2.0)
+    torch.testing.assert_close(used, torch.tensor([[0.0] * 3, [math.exp(0.3)] * 3]))

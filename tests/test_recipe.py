@@ -94,6 +94,18 @@ def test_another_component_replaces_the_whole(tmp_path):
     assert load_recipe(over(tmp_path, "transport: {use: comp_gae, whiten: false}")).transport == CompGAE(lam=0.9, whiten=False)
 
 
+def test_another_engine_keeps_what_all_engines_share(tmp_path):
+    path = over(
+        tmp_path, "seed: 1", SMALL.replace("generation: transformers", "generation: {use: transformers, temperature: 0.5}")
+    )
+    for change in ("generation.use=vllm", "generation=vllm", "generation={use: vllm, sleep: false}"):
+        recipe = load_recipe(path, ["generation.max_new_tokens=9", change])
+        assert (recipe.generation.use, recipe.generation.temperature, recipe.generation.max_new_tokens) == ("vllm", 0.5, 9)
+    assert recipe.generation.sleep is False
+    back = load_recipe(path, ["generation={use: vllm, sleep: false}", "generation.use=transformers"])
+    assert back.generation.temperature == 0.5
+
+
 def test_another_gate_replaces_the_gate_alone(tmp_path):
     recipe = load_recipe(over(tmp_path, "transport: {gate: {use: shuffle, of: {low: 0.5, use: attention}}}"))
     assert recipe.transport == CompGAE(lam=0.9, gate=ShuffleGate(of=AttentionGate(low=0.5)))
@@ -217,7 +229,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         ("transport: {gate: {use: shuffel}}", "transport.gate", ["no gate is called 'shuffel'", "did you mean 'shuffle'?"]),
         ("evidence: [exact_match, exact]", "evidence.1", ["no evidence is called 'exact'", "there are: exact_match"]),
         ("critic: none", "critic", ["no critic is called 'none'", "there are: standard, tac, value_head"]),
-        ("task: {lam: 1, use:}", "task", ["a name or a mapping with the key 'use'", "chain_arithmetic, jsonl"]),
+        ("task: {lam: 1, use:}", "task", ["a name or a mapping with the key 'use'", "chain_arithmetic, datasets"]),
         ("task: [chain_arithmetic]", "task", ["a name or a mapping with the key 'use'"]),
         ("geometry: 3", "geometry", ["a name or a mapping with the key 'use'", "ppo_clip"]),
         # wrong types

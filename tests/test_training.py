@@ -2,26 +2,31 @@
 
 import io
 import json
+import multiprocessing
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from cct.evidence import Evidence
+from cct.cli import main
+from cct.evidence import Evidence, close_workers
+from cct.evidence.exact_match import ExactMatch
+from cct.evidence.python import PythonFunction
 from cct.recipe import RecipeError, load_recipe
 from cct.rollout import Prompt, Response
 from cct.training.callbacks import checkpoints
 from cct.training.collect import Collector
+from cct.training.export import export
 from cct.training.rows import TrainingStopped, judge
-from cct.training.run import build, evaluate_run, new_folder, read_metrics, resume, train
+from cct.training.run import build, evaluate_run, new_folder, read_metrics, resume, start, train
 from cct.training.warm_start import warm_start
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TINY = [
-    "task.steps=2",
     "policy.hidden_size=32",
     "policy.intermediate_size=32",
     "policy.layers=2",
@@ -36,11 +41,14 @@ TINY = [
     "training.minibatch_size=8",
 ]
 TINY_CRITIC = ["training.critic_warmup=1", "training.critic_epochs=2"]
+TINY_CHAIN = ["task.steps=2"]
 
 
 def tiny(recipe="compo", *sets):
-    critic = TINY_CRITIC if recipe != "grpo" else []
-    return load_recipe(RECIPES / f"{recipe}.yaml", [*TINY, *critic, *sets])
+    whole = load_recipe(RECIPES / f"{recipe}.yaml")
+    critic = TINY_CRITIC if whole.critic else []
+    chain = TINY_CHAIN if whole.task.use == "chain_arithmetic" else []
+    return load_recipe(RECIPES / f"{recipe}.yaml", [*TINY, *critic, *chain, *sets])
 
 
 def run(recipe, root, **options):
@@ -271,7 +279,81 @@ def test_evidence_that_raises_follows_the_recipe(choice, plugin):
     else:
         rewards, keep, errors = judge(recipe.evidence, prompts, responses)
         assert rewards == [[0.5, 0.5], [0.0, 0.0, 0.0]]  # dense rewards stand at their tokens
-        assert keep == [True, choice == "zero"] and errors == {f"{name}_odd": 1}
+        assert keep == [True, choice == "zero"] and errors == {f"errors/{name}_odd": 1}
+
+
+HANGS = """
+import os, time
+def score(prompt, response):
+    if response.text == "hang":
+        time.sleep(3600)
+    if response.text == "exit":
+        os._exit(1)
+    return 0.5
+"""
+
+
+@pytest.fixture
+def hangs(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    yield PythonFunction(path=tmp_path / "hangs.py", time_limit=1.0, weight=2.0)
+    close_workers()
+
+
+@pytest.mark.parametrize("choice", ["fail", "zero", "drop"])
+def test_evidence_that_hangs_or_dies_follows_the_recipe(choice, hangs):
+    texts = ["a", "hang", "exit", "b"]
+    prompts, responses = [Prompt("p")] * 4, [Response(text, (5, 6), True) for text in texts]
+    part = hangs.model_copy(update={"on_error": choice})
+    if choice == "fail":
+        with pytest.raises(
+            TrainingStopped, match=r"evidence 'python' took longer than time_limit, 1 s, judging 'hang'.*on_error"
+        ):
+            judge([part], prompts, responses)
+    else:
+        rewards, keep, failures = judge([part, ExactMatch(pattern="(.)")], prompts, responses)
+        assert rewards == [[0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
+        assert keep == [True, choice == "zero", choice == "zero", True]
+        assert failures == {"timeouts/python": 1, "errors/python": 1}
+
+
+def test_workers_judge_a_run_and_end_with_it(hangs, plugin, tmp_path):
+    sets, name = plugin  # evidence that a plug-in registers is made again in a worker
+    evidence = (
+        f"evidence=[{{use: python, path: {hangs.path}}}, {{use: {name}_odd, on_error: zero, workers: 1, time_limit: 30}}]"
+    )
+    folder = run(tiny("grpo", sets, evidence, "generation.max_new_tokens=5"), tmp_path)
+    assert not multiprocessing.active_children()
+    events = [e for e in read_metrics(folder) if "train/reward" in e]
+    assert all(e["train/reward"] >= 0.5 for e in events) and "evidence/timeouts/python" not in events[0]
+    assert any(e[f"evidence/errors/{name}_odd"] > 0 for e in events)
+    evaluated = read_metrics(folder)[0]
+    assert evaluated["eval/accuracy"] == 0.5 and 0.5 <= evaluated["eval/reward"] <= 0.5 * (1 + 5)
+
+
+def test_frozen_sets_are_read_by_eval_alone_and_averaged(tmp_path, capsys):
+    one, four = (f"{{use: chain_arithmetic, steps: {steps}, held_out_size: 7}}" for steps in (1, 4))
+    recipe = tiny(
+        "grpo", f"evaluation.frozen={{one: {one}, four: {four}}}", "evidence=[{use: length, max_tokens: 12, buffer: 10}]"
+    )
+    folder = run(recipe, tmp_path)
+    assert not [name for event in read_metrics(folder) for name in event if name.startswith("frozen")]
+    found = evaluate_run(folder)
+    assert found["frozen/accuracy"] == (found["frozen/one/accuracy"] + found["frozen/four/accuracy"]) / 2
+    for name in ("one", "four"):  # greedy, up to 8 tokens of which 2 are free
+        assert found[f"frozen/{name}/accuracy"] == found[f"frozen/{name}/reward"] < 0
+        assert found[f"frozen/{name}/accuracy"] == pytest.approx((2 - found[f"frozen/{name}/length"]) / 10)
+    assert found["eval/accuracy"] == read_metrics(folder)[-1]["eval/accuracy"]
+    assert main(["eval", str(folder)]) == 0
+    assert f"frozen/four/accuracy {found['frozen/four/accuracy']:.4f}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_evaluation_whose_evidence_fails_ends_with_1(tmp_path, capsys):
+    folder = run(tiny("grpo", "training.iterations=1"), tmp_path)
+    keys = yaml.safe_load((folder / "recipe.yaml").read_text())
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(keys | {"evidence": ["reasoning_gym"]}))  # scores its own task only
+    assert main(["eval", str(folder)]) == 1
+    assert "stopped: evidence 'reasoning_gym' failed: ValueError" in capsys.readouterr().err
 
 
 def test_dropped_responses_are_counted_and_do_not_train(plugin, tmp_path):
@@ -317,3 +399,108 @@ def test_a_warm_start_is_trained_once_and_then_read_from_the_cache(tmp_path, mon
     assert_same_tensors(dict(first.state_dict()), dict(again.state_dict()))
     warm_start(recipe.policy, recipe.task, 1, report)
     assert steps == [1, 2, 3, 1, 2, 3]  # another seed is another warm start
+
+
+def test_recomputed_activations_change_no_weight(tmp_path):
+    kept, recomputed = (run(tiny("compo", f"training.gradient_checkpointing={on}"), tmp_path) for on in ("false", "true"))
+    a, b = final_state(kept)["optimizer_states"][0]["state"], final_state(recomputed)["optimizer_states"][0]["state"]
+    for index in a:
+        torch.testing.assert_close(a[index]["exp_avg"], b[index]["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def test_in_bfloat16_the_ratio_starts_at_one_too_and_the_weights_stay_float32(tmp_path):
+    recipe = tiny("compo", "training.precision=bf16", "training.micro_batch_size=2")
+    agent, iteration = collected(recipe)
+    rollout = iteration.rollout
+    exact = build(tiny("compo"))[0](rollout.input_ids, rollout.attention_mask, rollout.mask.shape[1]).logprobs
+    assert not torch.allclose(exact, rollout.logprobs, rtol=0, atol=1e-5)  # it is bfloat16
+    torch.testing.assert_close(exact, rollout.logprobs, rtol=0, atol=0.1)
+    for batch in iteration.updates:
+        if batch.trace is None:
+            logprobs = agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1]).logprobs
+            torch.testing.assert_close(logprobs, batch.logprobs, rtol=0, atol=1e-5)
+    folder = run(recipe, tmp_path)
+    assert read_metrics(folder)[-1]["engine/logprob_gap"] < 0.05
+    assert all(w.dtype == torch.float32 for w in final_state(folder)["state_dict"].values())
+
+
+def test_adapters_train_alone_and_are_merged_on_export(tmp_path):
+    pytest.importorskip("peft")
+    recipe = tiny("compo", "policy.lora={rank: 2}", "training.learning_rate=1.0e-2", "evidence.0.pattern=(.)")
+    start = dict(build(recipe)[0].actor.state_dict())
+    folder = run(recipe, tmp_path)
+    trained = {n.removeprefix("agent.actor."): w for n, w in final_state(folder)["state_dict"].items() if "actor" in n}
+    moved = {name for name in trained if not torch.equal(trained[name], start[name])}
+    assert moved and all(".lora_" in name for name in moved)
+    export(folder, tmp_path / "exported")
+    for path in (folder / "policy", tmp_path / "exported"):
+        merged = AutoModelForCausalLM.from_pretrained(path).state_dict()
+        assert not any("lora" in name for name in merged)
+        name = "model.layers.0.self_attn.q_proj"
+        product = trained[f"{name}.lora_B.default.weight"] @ trained[f"{name}.lora_A.default.weight"] * 32 / 2
+        torch.testing.assert_close(merged[f"{name}.weight"], trained[f"{name}.base_layer.weight"] + product)
+    assert evaluate_run(folder)["eval/length"] > 0
+
+
+def test_export_of_an_earlier_checkpoint_and_what_it_refuses(tmp_path):
+    folder = run(tiny("compo", "training.checkpoint_every=1"), tmp_path)
+    export(folder, tmp_path / "first", 1)
+    export(folder, tmp_path / "last")
+    first, last, final = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (tmp_path / "first", tmp_path / "last", folder / "policy")
+    )
+    assert_same_tensors(dict(last), dict(final))
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+    with pytest.raises(RecipeError, match="something is there already"):
+        export(folder, tmp_path / "first")
+    with pytest.raises(RecipeError, match="no checkpoint of iteration 7; there are those of iterations 1, 2"):
+        export(folder, tmp_path / "new", 7)
+    with pytest.raises(RecipeError, match="not a run folder"):
+        export(tmp_path, tmp_path / "new")
+
+
+def test_dropout_is_off():
+    from cct.policy.weights import without_dropout
+
+    model = without_dropout(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20))).train()
+    ids = torch.arange(10).unsqueeze(0)
+    assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_a_truncated_distribution_needs_a_correction_which_is_logged(tmp_path):
+    with pytest.raises(RecipeError, match=r"generation: top_p \(0.5\).*geometry.correction"):
+        tiny("grpo", "generation.top_p=0.5")
+    folder = run(tiny("grpo", "generation.top_p=0.5", "geometry.correction=truncate"), tmp_path)
+    event = read_metrics(folder)[-1]
+    assert 0 < event["correction/raw"] < 1 and event["correction/used"] == event["correction/raw"]
+    masked = read_metrics(run(tiny("grpo", "generation.top_k=2", "geometry.correction=mask"), tmp_path))[-1]
+    assert masked["correction/used"] < masked["correction/raw"] and masked["correction/changed"] > 0
+
+
+def test_the_engines_log_probabilities_travel_in_the_rollout():
+    _, iteration = collected(tiny("compo", "generation.temperature=0.7"))
+    rollout = iteration.rollout
+    torch.testing.assert_close(
+        rollout.rollout_logprobs.masked_fill(~rollout.mask, 0.0), rollout.logprobs.masked_fill(~rollout.mask, 0.0)
+    )
+    assert iteration.metrics["engine/logprob_gap_max"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("transport.gate.layers=[9]", r"attention layers \[9\] do not fit a model of 2 layers"),
+        ("policy={use: pretrained, path: ./nowhere}", r"cannot load '\./nowhere'"),
+    ],
+)
+def test_what_only_the_model_can_tell_is_said_before_anything_is_trained(change, message, tmp_path):
+    with pytest.raises(RecipeError, match=message):
+        start(tiny("compo", change), tmp_path, console=Console(file=io.StringIO()))
+    assert not list((tmp_path / "compo").iterdir())  # no folder of a run that was none
+
+
+def test_a_file_where_run_folders_should_be_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match="no folder can be made there"):
+        start(tiny("grpo"), tmp_path / "file", console=Console(file=io.StringIO()))

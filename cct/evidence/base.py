@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from cct.registry import Component, Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from cct.rollout import Prompt, Response
+
+# A score, counted at the last emitted token, or one reward per emitted token.
+Verdict = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """In place of a verdict: judging raised, its process died, or it took too long."""
+
+    reason: str
+    """`KeyError: 'x' (reward.py:12)`."""
+    timed_out: bool = False
+    """It took longer than `time_limit`."""
+    cause: BaseException | None = None
+    """What was raised, where that was in this process."""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        return cls(f"{type(error).__name__}: {error}{where}", cause=error)
 
 
 class Evidence(Component):
@@ -20,11 +42,34 @@ class Evidence(Component):
     weight: float = Field(1.0, ge=-1000, le=1000)
     """Factor in the weighted sum of all evidence."""
     on_error: Literal["fail", "zero", "drop"] = "fail"
-    """Where judging raises: stop the run, count 0, or leave the response out of the update."""
+    """Where judging raises or takes too long: stop the run, count 0, or leave the response out of the update."""
+    workers: int = Field(0, ge=0, le=256)
+    """Processes that judge beside the trainer; 0 judges in the trainer's own, which a verifier that hangs would hold up."""
+    time_limit: float | None = Field(None, gt=0, le=86400)
+    """Seconds for one response, after which its worker is ended and replaced; null for no limit. Needs workers."""
 
-    def __call__(self, prompt: Prompt, response: Response) -> float | Sequence[float]:
+    @model_validator(mode="after")
+    def _has_someone_to_end(self) -> Evidence:
+        if self.time_limit is not None and not self.workers:
+            raise ValueError(
+                "time_limit needs a worker process that can be ended: set workers to 1 or more, or time_limit: null"
+            )
+        return self
+
+    def __call__(self, prompt: Prompt, response: Response) -> Verdict:
         """A score, counted at the last emitted token, or a sequence of len(response.tokens) rewards."""
         raise NotImplementedError
+
+    def judge_batch(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Verdict | Failure]:
+        """A verdict or a failure for each response; judges one by one unless it can do better."""
+        return [self.attempt(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
+    def attempt(self, prompt: Prompt, response: Response) -> Verdict | Failure:
+        """The verdict on one response, or why there is none."""
+        try:
+            return self(prompt, response)
+        except Exception as error:
+            return Failure.of(error)
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -11,9 +11,17 @@ from . import ppo_clip  # noqa: F401  (registration)
 from .base import Geometry, geometries
 
 if TYPE_CHECKING:
-    from .functional import aggregate, aggregation_weights, kl_estimate, ppo_clip_loss
+    from .functional import aggregate, aggregation_weights, correction_weights, kl_estimate, ppo_clip_loss
 
-__all__ = ["Geometry", "aggregate", "aggregation_weights", "geometries", "kl_estimate", "ppo_clip_loss"]
+__all__ = [
+    "Geometry",
+    "aggregate",
+    "aggregation_weights",
+    "correction_weights",
+    "geometries",
+    "kl_estimate",
+    "ppo_clip_loss",
+]
 
 
 def __getattr__(name: str) -> Any:  # torch is imported when a tensor function is first asked for

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -86,3 +88,28 @@ def aggregate(loss: Tensor, mask: Tensor, aggregation: Aggregation = "token_mean
 
 def _at(mask: Tensor, x: Tensor) -> Tensor:
     return x.masked_fill(~mask, 0.0)
+
+
+def correction_weights(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    kind: Literal["none", "truncate", "mask"],
+    level: Literal["token", "sequence"],
+    bound: float,
+) -> tuple[Tensor, Tensor]:
+    """Importance of what an engine sampled under the trainer's policy: raw, and as it weighs the loss, both [B, T].
+
+    w = p_trainer / p_engine of the token, or of the whole response. truncate: min(w, bound). mask: w, and 0 outside
+    [1 / bound, bound]. none: 1. Raw weights are 1 where masked. (Yao et al. 2025, "Your efficient RL framework
+    secretly brings you off-policy RL training".)
+    """
+    log_ratio = (logprobs - rollout_logprobs).masked_fill(~mask, 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio).masked_fill(~mask, 0.0)
+    raw = log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+    if kind == "truncate":
+        return raw, raw.clamp(max=bound)
+    if kind == "mask":
+        return raw, raw.masked_fill((raw > bound) | (raw < 1 / bound), 0.0)
+    return raw, torch.ones_like(raw)

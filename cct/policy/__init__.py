@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import models  # noqa: F401  (registration)
-from .base import LoRA, Policy, WarmStart, end_tokens, policies
+from .base import WARM_START_SEED, LoRA, Policy, WarmStart, end_tokens, policies
 from .generation import Generation, engines
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ __all__ = [
     "Generation",
     "LoRA",
     "Policy",
+    "WARM_START_SEED",
     "WarmStart",
     "attention_concentration",
     "end_tokens",

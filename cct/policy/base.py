@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
@@ -10,6 +11,10 @@ from cct.registry import Component, Knobs, Registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+# Added to the recipe's seed for the stream of demonstrations, so that they are not the training prompts over again.
+WARM_START_SEED = 1_000_003
 
 
 class WarmStart(Knobs):
@@ -26,16 +31,14 @@ class WarmStart(Knobs):
 
 
 class LoRA(Knobs):
-    """Low-rank adapters: the model's own weights stay, and small matrices beside them learn."""
+    """Low-rank adapters on a frozen model (Hu et al. 2021, by peft); merged for generation and export."""
 
-    rank: int = Field(16, ge=1, le=1024)
-    """Rank of the matrices."""
-    alpha: float = Field(32.0, gt=0, le=4096)
-    """The adapters' output is scaled by alpha / rank."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Of the adapters' input."""
-    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers that get adapters: all but the output layer, or those of these names."""
+    rank: int = Field(16, ge=1, le=4096)
+    """Rank of each adapter."""
+    alpha: int = Field(32, ge=1)
+    """The adapter's product counts alpha / rank."""
+    targets: str | list[str] = "all-linear"
+    """Names of the layers that get one; all-linear is every linear layer but the head."""
 
 
 class Policy(Component):
@@ -44,7 +47,7 @@ class Policy(Component):
     warm_start: WarmStart | None = None
     """Supervised start on the task's demonstrations; null for none."""
     lora: LoRA | None = None
-    """Train low-rank adapters only; null trains all weights."""
+    """Train low-rank adapters instead of the weights; needs the extra `.[lora]`; null for all weights."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -53,6 +56,10 @@ class Policy(Component):
     @property
     def provides(self) -> frozenset[str]:
         return frozenset({"attention", "reference"})
+
+    def ready(self) -> None:
+        if self.lora and find_spec("peft") is None:
+            raise ValueError("lora needs peft, which is not installed: pip install 'cct[lora]'")
 
     def load(self, *, alphabet: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model (attention that can be tapped, before any warm start) and tokenizer (with pad and end tokens).

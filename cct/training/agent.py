@@ -29,14 +29,19 @@ class Reading:
 class Agent(nn.Module):
     """An actor, and a critic that reads it.
 
-    temperature: of sampling; log-probabilities are taken at the same one.
+    temperature: of sampling; log-probabilities are taken at the same one. bf16: compute in bfloat16 wherever
+    autocast does; behaviour and update alike, or their ratio would not start at 1.
     """
 
-    def __init__(self, actor: PreTrainedModel, critic: Tower | None, temperature: float = 1.0):
+    def __init__(self, actor: PreTrainedModel, critic: Tower | None, temperature: float = 1.0, *, bf16: bool = False):
         super().__init__()
         self.actor = actor
         self.critic = critic
         self.temperature = temperature
+        self.bf16 = bf16
+
+    def _precision(self, tensor: Tensor) -> torch.autocast:
+        return torch.autocast(tensor.device.type, torch.bfloat16, enabled=self.bf16)
 
     def forward(
         self,
@@ -58,7 +63,7 @@ class Agent(nn.Module):
         if critic is not None:
             layers |= set(critic.reads_attention)
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-        with tap(self.actor, layers) as opened:
+        with tap(self.actor, layers) as opened, self._precision(input_ids):
             output = self.actor(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -96,7 +101,8 @@ class Agent(nn.Module):
     def values(self, trace: Trace, width: int) -> tuple[Tensor, Tensor]:
         """The critic's raw outputs and values on a trace, [B, width + 1]; index t is read before token t."""
         assert self.critic is not None
-        raw = self.critic(trace)[:, -width - 1 :]
+        with self._precision(trace.input_ids):
+            raw = self.critic(trace)[:, -width - 1 :].float()
         return raw, self.critic.head.value(raw)
 
     @staticmethod

@@ -16,12 +16,12 @@ from rich.live import Live
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from cct.policy.weights import save
 from cct.recipe import Recipe
 
 from .module import CreditModule, RolloutData
 from .ranks import Ranks
 from .rows import evaluate
-from .strategies import whole_weights
 
 KEEP_CHECKPOINTS = 2  # the newest, and one before it should the newest be cut short
 
@@ -72,7 +72,7 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, CreditModule)
         if module.current_epoch == 0:
-            self._log(trainer, self._evaluate(module), iteration=0)
+            self._log(trainer, self._evaluate(trainer), iteration=0)
         self.started = time.perf_counter()
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -87,8 +87,10 @@ class Recorder(Callback):
         metrics = ended.metrics | module.update_metrics()
         metrics |= {"time/iteration": seconds, "train/tokens_per_second": metrics["train/tokens"] / seconds}
         last = iteration == self.recipe.training.iterations
+        if iteration > 0:
+            metrics |= data.collector.sync()
         if iteration > 0 and (last or iteration % self.recipe.evaluation.every == 0):
-            metrics |= self._evaluate(module)
+            metrics |= self._evaluate(trainer)
         self._log(trainer, metrics, iteration)
         if trainer.is_global_zero:
             with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
@@ -104,15 +106,14 @@ class Recorder(Callback):
         """Export while every process still holds its part of the weights."""
         assert isinstance(module, CreditModule)
         self.display.show(stage="export")
-        with whole_weights(module.agent.actor):
-            if trainer.is_global_zero:
-                module.agent.actor.save_pretrained(self.folder / "policy")
-                self.tokenizer.save_pretrained(self.folder / "policy")
+        save(module.agent.actor, self.tokenizer, self.folder / "policy" if trainer.is_global_zero else None)
 
-    def _evaluate(self, module: CreditModule) -> dict[str, float]:
+    def _evaluate(self, trainer: Trainer) -> dict[str, float]:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(data, RolloutData)
         self.display.show(stage="evaluate")
         started = time.perf_counter()
-        return evaluate(self.recipe, module.agent.actor, self.tokenizer, Ranks.current()) | {
+        return evaluate(self.recipe, data.collector.engine, self.tokenizer, Ranks.current()) | {
             "time/evaluate": time.perf_counter() - started
         }
 

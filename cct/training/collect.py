@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cct.geometry.functional import aggregation_weights
+from cct.geometry.functional import aggregation_weights, correction_weights
+from cct.policy.engines import Engine
+from cct.policy.generation import EngineError
 from cct.recipe import Recipe
 from cct.rollout import Credit, Rollout, Trace, derive_seed
 from cct.transport.functional import explained_variance, gated_gae, masked_mean_std
@@ -34,7 +36,7 @@ class Minibatch:
     input_ids: Tensor  # [B, S]
     attention_mask: Tensor  # [B, S]
     mask: Tensor  # [B, T]
-    loss_weights: Tensor  # [B, T] of the policy's loss, by the geometry's aggregation
+    loss_weights: Tensor  # [B, T] of the policy's loss, by the geometry's aggregation and correction
     token_weights: Tensor  # [B, T] 1 / tokens of the minibatch: of the critic's loss and of metrics
     advantages: Tensor  # [B, T]
     logprobs: Tensor  # [B, T] of the behaviour policy
@@ -66,13 +68,37 @@ class Iteration:
 
 
 class Collector:
-    """Makes the iterations of a run. Its only state is the running moments of the gates' statistics."""
+    """Makes the iterations of a run. Its only state is the running moments of the gates' statistics, and the open engine."""
 
     def __init__(self, recipe: Recipe, agent: Agent, tokenizer: PreTrainedTokenizerBase, reference: PreTrainedModel | None):
         self.recipe, self.agent, self.tokenizer = recipe, agent, tokenizer
         self.reference = Agent(reference, None, agent.temperature) if reference is not None else None
         self.moments: dict[str, tuple[float, float]] = {}
         self.on_stage: Callable[[str], None] = lambda stage: None
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """Opened when it is first needed: the processes know each other, and weights are restored, by then."""
+        if self._engine is None:
+            try:
+                self._engine = self.recipe.generation.open(self.agent.actor, self.tokenizer)
+            except EngineError as error:
+                raise TrainingStopped(str(error)) from error
+        return self._engine
+
+    def sync(self) -> dict[str, float]:
+        """The policy was updated: so must be the engine. Returns metrics; raises TrainingStopped where it is not the same."""
+        started = time.perf_counter()
+        try:
+            return self.engine.sync() | {"time/sync": time.perf_counter() - started}
+        except EngineError as error:
+            raise TrainingStopped(str(error)) from error
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
 
     def collect(self, iteration: int) -> Iteration:
         """Iteration number 1, 2, ...; 0 and below are the critic's warm-up."""
@@ -87,7 +113,8 @@ class Collector:
         each = recipe.training.prompts_per_iteration
         start = (iteration - 1 + recipe.training.critic_warmup) * each  # the warm-up draws from the stream first
         prompts = recipe.task.prompts(recipe.seed, start, each)
-        rows, errors = sample_rows(recipe, self.agent.actor, self.tokenizer, prompts, seed("sample"), ranks)
+        rows, errors = sample_rows(recipe, self.engine, self.tokenizer, prompts, seed("sample"), ranks)
+        self.engine.rest()
         stage("behaviour")
         # Rows in random order from here on: the behaviour forward's chunks are the minibatches.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed("order"))).tolist()
@@ -100,7 +127,7 @@ class Collector:
         updates = self._updates(rollout, credit, traces, shares[ranks.rank], iteration, seed("minibatches"))
         metrics = self._metrics(rollout, credit)
         stage("update")
-        metrics |= {f"evidence/errors/{name}": float(count) for name, count in errors.items()}
+        metrics |= {f"evidence/{name}": float(count) for name, count in errors.items()}
         metrics |= {
             f"time/{name}": after - before
             for name, before, after in zip(("generate", "behaviour", "transport"), clock, clock[1:], strict=False)
@@ -122,11 +149,13 @@ class Collector:
         left, right = max(len(row.prompt_tokens) for row in rows), max(1, max(len(row.response.tokens) for row in rows))
         input_ids = torch.full((len(rows), left + right), self.tokenizer.pad_token_id)
         attention_mask, rewards = torch.zeros_like(input_ids), torch.zeros(len(rows), right)
+        rollout_logprobs = torch.zeros_like(rewards)
         for number, row in enumerate(rows):
             first, n = left - len(row.prompt_tokens), len(row.response.tokens)
             input_ids[number, first : left + n] = torch.tensor([*row.prompt_tokens, *row.response.tokens])
             attention_mask[number, first : left + n] = 1
             rewards[number, :n] = torch.tensor(row.rewards)
+            rollout_logprobs[number, :n] = torch.tensor(row.response.logprobs)
         mask = attention_mask[:, left:].bool() & torch.tensor([row.keep for row in rows]).unsqueeze(1)
         device = self.agent.actor.device
         return Rollout(
@@ -137,6 +166,7 @@ class Collector:
             torch.tensor([row.group for row in rows], device=device),
             torch.tensor([not row.response.finished for row in rows], device=device),
             torch.zeros_like(rewards, device=device),
+            rollout_logprobs.to(device),
             moments=dict(self.moments),
             seed=seed,
         )
@@ -191,6 +221,7 @@ class Collector:
         training, geometry = self.recipe.training, self.recipe.geometry
         masks = rollout.mask.split(training.minibatch_size)
         loss_weights = torch.cat([aggregation_weights(m, geometry.aggregation, constant=geometry.constant) for m in masks])
+        loss_weights = loss_weights * self._correction(rollout)[1]
         token_weights = torch.cat([aggregation_weights(m) for m in masks])
         chunks = mine.split(training.rows_per_forward)
 
@@ -218,6 +249,13 @@ class Collector:
                 updates += [micro(i, traces[i] if critic else None) for i in range(start * each, (start + 1) * each)]
         return updates
 
+    def _correction(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        assert rollout.rollout_logprobs is not None
+        g = self.recipe.geometry
+        return correction_weights(
+            rollout.logprobs, rollout.rollout_logprobs, rollout.mask, g.correction, g.correction_level, g.correction_bound
+        )
+
     def _metrics(self, rollout: Rollout, credit: Credit) -> dict[str, float]:
         mask, tokens = rollout.mask, rollout.attention_mask[:, rollout.prompt_width :].sum(1).float()
         mean = lambda x: float(masked_mean_std(x, mask)[0])  # noqa: E731
@@ -232,6 +270,17 @@ class Collector:
             "advantage/mean": mean(credit.advantages),
             "advantage/std": float(masked_mean_std(credit.advantages, mask)[1]),
         }
+        assert rollout.rollout_logprobs is not None
+        gap = (rollout.logprobs - rollout.rollout_logprobs).abs().masked_fill(~mask, 0.0)
+        metrics |= {"engine/logprob_gap": mean(gap), "engine/logprob_gap_max": float(gap.max())}
+        if self.recipe.geometry.correction != "none":
+            raw, used = self._correction(rollout)
+            metrics |= {
+                "correction/raw": mean(raw),
+                "correction/raw_max": float(raw.masked_fill(~mask, 0.0).max()),
+                "correction/used": mean(used),
+                "correction/changed": mean((raw != used).float()),
+            }
         if credit.gate is not None:
             gate_mean, gate_std = masked_mean_std(credit.gate, mask)
             metrics |= {"gate/mean": float(gate_mean), "gate/std": float(gate_std)}

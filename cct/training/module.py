@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from lightning import LightningDataModule, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cct.recipe import Recipe
 
@@ -87,15 +90,31 @@ class CreditModule(LightningModule):
         self.sums: dict[str, float] = defaultdict(float)  # over this process's micro-batches
         self.norms: dict[str, list[float]] = defaultdict(list)  # of each optimizer step, the same on every process
         self.update_started = 0.0
-        parts = {"actor": agent.actor} | ({"critic": agent.critic} if agent.critic is not None else {})
-        self.parameters_of = {name: [p for p in part.parameters() if p.requires_grad] for name, part in parts.items()}
+        self.learns = "actor"  # or the critic: who the present minibatch is for
+        self.parameters_of: dict[str, list[torch.nn.Parameter]] = {}
 
     @property
     def iteration(self) -> int:
         return iteration_of(self.recipe, self.current_epoch)
 
+    def configure_model(self) -> None:
+        """Under `fsdp`, split the weights between the processes, layer by layer."""
+        if self.device_mesh is None or self.parameters_of:
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for module in self.agent.actor.modules():
+            if isinstance(module, GradientCheckpointingLayer):  # what transformers calls one layer
+                fully_shard(module, mesh=mesh)
+        for part in self._parts.values():
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+
+    @property
+    def _parts(self) -> dict[str, torch.nn.Module]:
+        return {"actor": self.agent.actor} | ({"critic": self.agent.critic} if self.agent.critic is not None else {})
+
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         training = self.recipe.training
+        self.parameters_of = {name: [p for p in part.parameters() if p.requires_grad] for name, part in self._parts.items()}
         rates = {"actor": training.learning_rate, "critic": training.critic_learning_rate}
         groups = [{"params": params, "lr": rates[name], "name": name} for name, params in self.parameters_of.items()]
         optimizer = PassAdamW(groups, weight_decay=training.weight_decay)
@@ -116,7 +135,7 @@ class CreditModule(LightningModule):
         self.update_started = time.perf_counter()
 
     def training_step(self, batch: Minibatch, batch_index: int) -> torch.Tensor:
-        learns = "actor" if batch.trace is None else "critic"
+        learns = self.learns = "actor" if batch.trace is None else "critic"
         for group in self.optimizers().param_groups:  # type: ignore[union-attr]
             group["active"] = group["name"] == learns
         for name, parameters in self.parameters_of.items():  # or ZeRO-3 takes the other's last gradients into the norm
@@ -165,8 +184,19 @@ class CreditModule(LightningModule):
             touched = [p for p in group["params"] if p.grad is not None]
             if touched:
                 norm = torch.nn.utils.clip_grad_norm_(touched, self.recipe.training.gradient_clip)
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
                 self._finite(norm, f"{group['name']} (gradient)")
                 self.norms[f"{group['name']}/gradient_norm"].append(float(norm))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed clips by itself; the norm of what it clipped is recorded and checked here."""
+        engine = getattr(self.trainer.strategy, "deepspeed_engine", None)
+        before = engine.global_steps if engine is not None else 0
+        super().optimizer_step(*args, **kwargs)
+        if engine is not None and engine.global_steps > before:
+            norm = torch.as_tensor(engine.get_global_grad_norm())
+            self._finite(norm, f"{self.learns} (gradient)")
+            self.norms[f"{self.learns}/gradient_norm"].append(float(norm))
 
     def update_metrics(self) -> dict[str, float]:
         """Means over the epoch's optimizer steps, of the critic and of the policy each, over all processes."""

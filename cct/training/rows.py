@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from cct.evidence import Evidence
+from cct.evidence import Evidence, Failure, Verdict, verdicts
+from cct.policy.engines import Engine
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response, derive_seed
 
 from .ranks import Ranks
-from .strategies import whole_weights
 
 
 class TrainingStopped(RuntimeError):
@@ -37,56 +37,69 @@ class Row:
     """Number of its prompt within the iteration."""
 
 
+def scores(
+    part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Response], failures: Counter[str]
+) -> list[list[float] | None]:
+    """One evidence's rewards per token of each response, unweighted; None where judging failed, which is counted.
+
+    A score counts at the last token. Raises TrainingStopped where judging fails under `on_error: fail`, for a verdict
+    that is neither a finite number nor one finite number per token too.
+    """
+    scored: list[list[float] | None] = []
+    for prompt, response, verdict in zip(prompts, responses, verdicts(part, prompts, responses), strict=True):
+        checked = verdict if isinstance(verdict, Failure) else _per_token(verdict, len(response.tokens))
+        if isinstance(checked, Failure):
+            if part.on_error == "fail":
+                said = "" if checked.timed_out else "failed: "
+                raise TrainingStopped(
+                    f"evidence '{part.use}' {said}{checked.reason}, judging {response.text!r} "
+                    f"(prompt {prompt.text!r}); `on_error: zero` or `drop` would go on"
+                ) from checked.cause
+            failures[f"{'timeouts' if checked.timed_out else 'errors'}/{part.use}"] += 1
+        scored.append(None if isinstance(checked, Failure) else checked)
+    return scored
+
+
+def _per_token(verdict: Verdict, tokens: int) -> list[float] | Failure:
+    try:
+        rewards = [0.0] * (tokens - 1) + [float(verdict)] if isinstance(verdict, int | float) else [float(x) for x in verdict]
+        if len(rewards) != tokens or not all(map(math.isfinite, rewards)):
+            raise ValueError(f"returned {verdict!r} for {tokens} tokens: expected a finite number, or one for each token")
+    except (TypeError, ValueError) as error:
+        return Failure(f"{type(error).__name__}: {error}")
+    return rewards
+
+
+def weigh(
+    evidence: Sequence[Evidence], scored: Sequence[Sequence[list[float] | None]], responses: Sequence[Response]
+) -> tuple[list[list[float]], list[bool]]:
+    """Weighted rewards per token of each response, and whether to keep it; `scored` by each evidence."""
+    rewards, keep = [[0.0] * len(response.tokens) for response in responses], [bool(response.tokens) for response in responses]
+    for part, rows in zip(evidence, scored, strict=True):
+        for number, row in enumerate(rows):
+            if row is not None:
+                rewards[number] = [total + part.weight * x for total, x in zip(rewards[number], row, strict=True)]
+            elif part.on_error == "drop":
+                keep[number] = False
+    return rewards, keep
+
+
 def judge(
     evidence: Sequence[Evidence], prompts: Sequence[Prompt], responses: Sequence[Response]
 ) -> tuple[list[list[float]], list[bool], Counter[str]]:
-    """Weighted rewards per token of each response, whether to keep it, and how often which evidence raised.
-
-    A score counts at the last token. Raises TrainingStopped where evidence raises under `on_error: fail`,
-    or returns something that is neither a finite number nor one finite number per token.
-    """
-    rewards, keep, errors = [], [], Counter[str]()
-    for prompt, response in zip(prompts, responses, strict=True):
-        row, kept = [0.0] * len(response.tokens), bool(response.tokens)
-        for part in evidence:
-            try:
-                verdict = part(prompt, response)
-                per_token = (
-                    [0.0] * (len(row) - 1) + [float(verdict)]
-                    if isinstance(verdict, int | float)
-                    else [float(x) for x in verdict]
-                )
-                if len(per_token) != len(row) or not all(map(math.isfinite, per_token)):
-                    raise ValueError(
-                        f"returned {verdict!r} for {len(row)} tokens: expected a finite number, or one for each token"
-                    )
-            except Exception as error:
-                if part.on_error == "fail":
-                    raise TrainingStopped(
-                        f"evidence '{part.use}' raised {type(error).__name__}: {error}, judging {response.text!r} "
-                        f"(prompt {prompt.text!r}); `on_error: zero` or `drop` would go on"
-                    ) from error
-                errors[part.use] += 1
-                kept = kept and part.on_error != "drop"
-                continue
-            row = [total + part.weight * x for total, x in zip(row, per_token, strict=True)]
-        rewards.append(row)
-        keep.append(kept)
-    return rewards, keep, errors
+    """Weighted rewards per token of each response, whether to keep it, and counts of `errors/NAME` and `timeouts/NAME`."""
+    failures = Counter[str]()
+    rewards, keep = weigh(evidence, [scores(part, prompts, responses, failures) for part in evidence], responses)
+    return rewards, keep, failures
 
 
 def respond(
-    recipe: Recipe,
-    actor: PreTrainedModel,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
-    seeds: list[int] | None,
+    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None
 ) -> list[Response]:
-    """One response per prompt (token ids) from the recipe's engine, each from its own seed; greedy where seeds is None."""
-    with whole_weights(actor):
-        completions = recipe.generation.generate(actor, tokenizer, prompts, seeds)
-    texts = tokenizer.batch_decode([list(completion.tokens) for completion in completions], skip_special_tokens=True)
-    return [Response(text, c.tokens, c.finished) for text, c in zip(texts, completions, strict=True)]
+    """One response per prompt (token ids), each from its own seed; greedy where seeds is None."""
+    completions = engine.generate(prompts, seeds)
+    decode = lambda completion: str(tokenizer.decode(list(completion.tokens), skip_special_tokens=True))  # noqa: E731
+    return [Response(decode(c), c.tokens, c.finished, c.logprobs) for c in completions]
 
 
 def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
@@ -104,12 +117,7 @@ def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts
 
 
 def sample_rows(
-    recipe: Recipe,
-    actor: PreTrainedModel,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
-    seed: int,
-    ranks: Ranks,
+    recipe: Recipe, engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Prompt], seed: int, ranks: Ranks
 ) -> tuple[list[Row], Counter[str]]:
     """`responses_per_prompt` judged responses to each prompt, and how often which evidence raised.
 
@@ -118,9 +126,9 @@ def sample_rows(
     """
     each = recipe.training.responses_per_prompt
     numbers = ranks.share(len(prompts) * each)
-    tokens = encode(recipe, actor, tokenizer, prompts)
+    tokens = encode(recipe, engine.actor, tokenizer, prompts)
     seeds = [derive_seed(seed, number) for number in numbers]
-    responses = respond(recipe, actor, tokenizer, [tokens[number // each] for number in numbers], seeds)
+    responses = respond(engine, tokenizer, [tokens[number // each] for number in numbers], seeds)
     rewards, keep, errors = judge(recipe.evidence, [prompts[number // each] for number in numbers], responses)
     rows = [
         Row(prompts[number // each], tokens[number // each], response, tuple(reward), kept, number // each)
@@ -130,16 +138,29 @@ def sample_rows(
     return [row for part, _ in gathered for row in part], sum((counts for _, counts in gathered), Counter())
 
 
-def evaluate(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, float]:
+def evaluate(recipe: Recipe, engine: Engine, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, float]:
     """Greedy decoding of the held-out prompts; `eval/accuracy` is the first evidence's mean, `eval/reward` the sum's."""
-    prompts = recipe.task.held_out()
+    return {f"eval/{name}": value for name, value in _greedy(recipe, engine, tokenizer, recipe.task.held_out(), ranks).items()}
+
+
+def evaluate_frozen(recipe: Recipe, engine: Engine, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, float]:
+    """The same of each frozen set, `frozen/NAME/accuracy` and so on, and the mean accuracy over the sets, `frozen/accuracy`."""
+    frozen = recipe.evaluation.frozen
+    found = {name: _greedy(recipe, engine, tokenizer, task.held_out(), ranks) for name, task in frozen.items()}
+    metrics = {f"frozen/{name}/{key}": value for name, values in found.items() for key, value in values.items()}
+    if found:
+        metrics["frozen/accuracy"] = sum(values["accuracy"] for values in found.values()) / len(found)
+    return metrics
+
+
+def _greedy(recipe: Recipe, engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Prompt], ranks: Ranks) -> dict[str, float]:
     mine = [prompts[number] for number in ranks.share(len(prompts))]
-    responses = respond(recipe, actor, tokenizer, encode(recipe, actor, tokenizer, mine), None)
-    first = recipe.evidence[0].model_copy(update={"weight": 1.0})
-    names = ("eval/accuracy", "eval/reward", "eval/length", "eval/truncated")
+    responses = respond(engine, tokenizer, encode(recipe, engine.actor, tokenizer, mine), None)
+    scored = [scores(part, mine, responses, Counter()) for part in recipe.evidence]
+    names = ("accuracy", "reward", "length", "truncated")
     sums = (
-        sum(map(sum, judge([first], mine, responses)[0])),
-        sum(map(sum, judge(recipe.evidence, mine, responses)[0])),
+        sum(sum(row) for row in scored[0] if row is not None),
+        sum(map(sum, weigh(recipe.evidence, scored, responses)[0])),
         float(sum(len(response.tokens) for response in responses)),
         float(sum(not response.finished for response in responses)),
     )

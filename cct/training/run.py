@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 import warnings
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cct.evidence import close_workers
+from cct.policy.weights import add_lora, without_dropout
 from cct.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 from cct.rollout import derive_seed
 
@@ -28,7 +31,7 @@ from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
 from .collect import Collector
 from .module import CreditModule, RolloutData
 from .ranks import Ranks
-from .rows import encode, evaluate
+from .rows import encode, evaluate, evaluate_frozen
 from .strategies import strategy_of
 from .warm_start import warm_start
 
@@ -52,12 +55,20 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
 
     Raises TrainingStopped where one of the first prompts is longer than the model can take.
     """
-    if recipe.training.threads:
-        torch.set_num_threads(recipe.training.threads)
-    actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report)
     training = recipe.training
+    if training.threads:
+        torch.set_num_threads(training.threads)
+    try:
+        for part in recipe.parts.values():
+            part.ready()
+        actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report)
+        for statistic in recipe.transport.statistics.values():
+            statistic.layer_indices(actor.config.get_text_config().num_hidden_layers)
+    except (ValueError, OSError) as error:
+        raise RecipeError(str(error)) from error
     drawn = (training.critic_warmup + training.iterations) * training.prompts_per_iteration
     encode(recipe, actor, tokenizer, recipe.task.prompts(recipe.seed, 0, min(drawn, LOOK_AHEAD)))
+    without_dropout(actor).train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(recipe.seed, "critic"))
         critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
@@ -66,13 +77,25 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
         reference = type(actor)(actor.config)
         reference.load_state_dict(actor.state_dict())
         reference.requires_grad_(False).eval()
-    return Agent(actor, critic, recipe.generation.temperature), tokenizer, reference
+    if recipe.policy.lora:
+        add_lora(actor, **recipe.policy.lora.model_dump())
+    if training.gradient_checkpointing:
+        actor.gradient_checkpointing_enable({"use_reentrant": False})
+    return Agent(actor, critic, recipe.generation.temperature, bf16=training.precision == "bf16"), tokenizer, reference
 
 
 def start(recipe: Recipe, root: Path, *, console: Console) -> Path | None:
     """Train into a new folder under `root`, which is returned (None on other processes than the first)."""
-    folder = new_folder(root, recipe.name) if is_first() else None
-    train(recipe, folder, console=console)
+    try:
+        folder = new_folder(root, recipe.name) if is_first() else None
+    except OSError as error:
+        raise RecipeError(f"{root}: no folder can be made there ({error})") from None
+    try:
+        train(recipe, folder, console=console)
+    except RecipeError:  # nothing was trained
+        if folder is not None:
+            shutil.rmtree(folder)
+        raise
     return folder
 
 
@@ -107,6 +130,7 @@ def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: 
             max_epochs=recipe.training.critic_warmup + recipe.training.iterations,
             accumulate_grad_batches=recipe.training.micro_batches,
             gradient_clip_val=recipe.training.gradient_clip,
+            precision="bf16-mixed" if recipe.training.precision == "bf16" else "32-true",
             reload_dataloaders_every_n_epochs=1,
             use_distributed_sampler=False,
             strategy=strategy,
@@ -124,6 +148,8 @@ def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: 
                 CreditModule(recipe, agent), datamodule=RolloutData(recipe, collector), ckpt_path=checkpoint, weights_only=False
             )
         finally:
+            collector.close()
+            close_workers()
             saved = checkpoints(folder) if folder else []
             if saved and int(saved[-1].stem) < recipe.training.iterations:
                 display.say(f"stopped early; go on with: cct run --resume {folder}")
@@ -165,7 +191,10 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
 
 
 def evaluate_run(folder: Path) -> dict[str, float]:
-    """Greedy held-out evaluation of a run's exported policy."""
+    """Greedy evaluation of a run's exported policy on the held-out problems and on the frozen sets.
+
+    Raises TrainingStopped where evidence fails under `on_error: fail`.
+    """
     _quiet()
     if not (folder / "policy").is_dir():
         raise RecipeError(f"{folder}: no exported policy (policy/); the run has not ended yet")
@@ -176,7 +205,12 @@ def evaluate_run(folder: Path) -> dict[str, float]:
         [f"policy={{use: pretrained, path: {path}}}", *(f"policy.{knob}=" for knob in start)],
     )
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
-    return evaluate(recipe, actor, tokenizer, Ranks())
+    engine = recipe.generation.open(actor, tokenizer)
+    try:
+        return evaluate(recipe, engine, tokenizer, Ranks()) | evaluate_frozen(recipe, engine, tokenizer, Ranks())
+    finally:
+        engine.close()
+        close_workers()
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:

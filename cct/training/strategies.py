@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, Strategy
-from torch import nn
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
 from cct.recipe import RecipeError, Training
 
@@ -21,17 +19,21 @@ def strategy_of(training: Training) -> Strategy | str:
     if name == "ddp":
         # A pass of the critic leaves the actor without gradient, and the other way round.
         return DDPStrategy(find_unused_parameters=True, process_group_backend="nccl" if on_gpu else "gloo")
+    if name == "fsdp":  # one file per checkpoint, as without it; `CreditModule.configure_model` says what is split
+        return ModelParallelStrategy(
+            data_parallel_size=training.processes, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
     if name.startswith("deepspeed"):
-        return _deepspeed(int(name[-1]), on_gpu, training.rows_per_forward)
+        return _deepspeed(training, on_gpu)
     return name
 
 
-def _deepspeed(stage: int, on_gpu: bool, rows: int) -> Strategy:
+def _deepspeed(training: Training, on_gpu: bool) -> Strategy:
     try:
         import deepspeed  # noqa: F401
     except ImportError:
         raise RecipeError(
-            f"training.strategy: deepspeed_{stage} needs DeepSpeed, which is not installed: pip install 'cct[deepspeed]'"
+            f"training.strategy: {training.strategy} needs DeepSpeed, which is not installed: pip install 'cct[deepspeed]'"
         ) from None
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
@@ -52,20 +54,11 @@ def _deepspeed(stage: int, on_gpu: bool, rows: int) -> Strategy:
             self.set_world_ranks()
             self._init_deepspeed_distributed()
 
-    # Said here, or Lightning asks for an iteration's minibatches before training to find out.
-    if on_gpu:
-        return DeepSpeedStrategy(stage=stage, logging_batch_size_per_gpu=rows)
-    return OnCPU(stage=stage, logging_batch_size_per_gpu=rows, process_group_backend="gloo")
-
-
-@contextmanager
-def whole_weights(model: nn.Module) -> Iterator[None]:
-    """While open, every process holds all weights of a model that ZeRO-3 has split; otherwise nothing happens."""
-    parameters = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
-    if not parameters:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(parameters):
-        yield
+    knobs: dict[str, Any] = {
+        "stage": int(training.strategy[-1]),
+        "offload_optimizer": training.offload != "none",
+        "offload_parameters": training.offload == "parameters",
+        # Said here, or Lightning asks for an iteration's minibatches before training to find out.
+        "logging_batch_size_per_gpu": training.rows_per_forward,
+    }
+    return DeepSpeedStrategy(**knobs) if on_gpu else OnCPU(**knobs, process_group_backend="gloo")

@@ -16,9 +16,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from cct.policy import Policy, WarmStart
+from cct.policy import WARM_START_SEED, Policy, WarmStart
 from cct.policy.attention import tappable
-from cct.recipe import RecipeError
 from cct.task import Task
 
 
@@ -48,12 +47,8 @@ def warm_start(
     """Load the policy and, where it says so, its warm start, from the cache if it is there.
 
     report: called with (step, steps, loss) after every step. The cache entry appears whole or not at all.
-    Raises RecipeError where the policy cannot be loaded.
     """
-    try:
-        model, tokenizer = policy.load(alphabet=task.alphabet, seed=seed)
-    except (ValueError, OSError) as error:
-        raise RecipeError(f"policy '{policy.use}': {error}") from error
+    model, tokenizer = policy.load(alphabet=task.alphabet, seed=seed)
     if policy.warm_start is None:
         return model, tokenizer
     entry = cache_folder() / "warm_start" / warm_start_key(policy, task, seed)
@@ -78,7 +73,7 @@ def _supervise(model, tokenizer, policy: Policy, task: Task, knobs: WarmStart, s
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, pace)
     model.train()
     for step in range(knobs.steps):
-        pairs = task.demonstrations(seed + 1_000_003, step * knobs.batch_size, knobs.batch_size)
+        pairs = task.demonstrations(seed + WARM_START_SEED, step * knobs.batch_size, knobs.batch_size)
         ids, labels = [], []
         for prompt, response in pairs:
             p = policy.encode(tokenizer, prompt)

@@ -1,0 +1,65 @@
+"""A function in a file of the user's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from cct.registry import did_you_mean, run_file
+from cct.rollout import Prompt, Response
+
+from .base import Evidence, Verdict, evidences
+
+
+@evidences.register("python")
+class PythonFunction(Evidence):
+    """What a function of your own, f(prompt, response), returns: a score, or one reward per emitted token."""
+
+    path: Path
+    """Python file, relative to the recipe that names it."""
+    function: str = Field("score", min_length=1)
+    """Its name there. It gets a cct.rollout.Prompt and a cct.rollout.Response."""
+    low: float = Field(0.0, ge=-1e6, le=1e6)
+    """Least total it gives a response."""
+    high: float = Field(1.0, ge=-1e6, le=1e6)
+    """Greatest total it gives a response. Bounded critics rely on both; a total outside is an error."""
+    workers: int = Field(2, ge=0, le=256)
+    """Processes that judge beside the trainer; 0 judges in the trainer's own and needs `time_limit: null`."""
+    time_limit: float | None = Field(10.0, gt=0, le=86400)
+    """Seconds for one response, after which its worker is ended and replaced; null for no limit."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> PythonFunction:
+        if self.low >= self.high:
+            raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g})")
+        return self
+
+    @cached_property
+    def _function(self) -> Callable[[Prompt, Response], Verdict]:
+        path = self.path.resolve()
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist" if not path.exists() else f"{path} is no file")
+        functions = {name: value for name, value in vars(run_file(path)).items() if callable(value)}
+        if self.function not in functions:
+            own = [name for name, value in functions.items() if getattr(value, "__module__", "") == run_file(path).__name__]
+            raise ValueError(f"{path}: {did_you_mean('function', self.function, own)}")
+        return functions[self.function]
+
+    def ready(self) -> None:
+        _ = self._function
+
+    def __call__(self, prompt: Prompt, response: Response) -> Verdict:
+        verdict = self._function(prompt, response)
+        scores = [float(verdict)] if isinstance(verdict, int | float) else [float(x) for x in verdict]
+        total, slack = math.fsum(scores), 1e-6 * max(1.0, abs(self.low), abs(self.high))
+        if not self.low - slack <= total <= self.high + slack:
+            raise ValueError(f"{self.function} returned {total:g}, outside [{self.low:g}, {self.high:g}]; set low and high")
+        return scores[0] if isinstance(verdict, int | float) else scores
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.low, self.high

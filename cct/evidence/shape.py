@@ -1,0 +1,51 @@
+"""Evidence on the shape of a response: its format and its length."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from cct.rollout import Prompt, Response
+
+from .base import Evidence, evidences
+from .patterns import Pattern
+
+
+@evidences.register("format")
+class Format(Evidence):
+    """1 where the response has the form of a regular expression, else 0."""
+
+    pattern: Pattern = Field(min_length=1)
+    """Regular expression; `(?s)` at its beginning lets a dot stand for a newline too."""
+    match: Literal["full", "contains"] = "full"
+    """Whether the whole response must match, or a part of it."""
+
+    def __call__(self, prompt: Prompt, response: Response) -> float:
+        find = re.fullmatch if self.match == "full" else re.search
+        return float(find(self.pattern, response.text) is not None)
+
+
+@evidences.register("length")
+class Length(Evidence):
+    """The soft overlong penalty of DAPO: 0 up to a length, from there down to -1."""
+
+    max_tokens: int = Field(ge=1)
+    """Length at which the penalty is -1; as a rule generation.max_new_tokens."""
+    buffer: int = Field(ge=0)
+    """Tokens over which it falls from 0 to -1, the last ones before max_tokens; 0 for a sharp edge after it."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Length:
+        if self.buffer > self.max_tokens:
+            raise ValueError(f"buffer ({self.buffer}) must not exceed max_tokens ({self.max_tokens})")
+        return self
+
+    def __call__(self, prompt: Prompt, response: Response) -> float:
+        over = len(response.tokens) - (self.max_tokens - self.buffer)
+        return -min(1.0, over / self.buffer if self.buffer else 1.0) if over > 0 else 0.0
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return -1.0, 0.0

@@ -1,0 +1,96 @@
+"""Worker processes for slow or hanging evidence.
+
+A pool lives from the first batch that its evidence judges to `close_workers`, at the end of a run. Workers are
+spawned, not forked (torch has threads), and make the evidence again from its name and knobs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cct.registry import load_plugin, origin
+
+from .base import Evidence, Failure, Verdict, evidences
+
+if TYPE_CHECKING:
+    from pebble import ProcessFuture, ProcessPool
+
+    from cct.rollout import Prompt, Response
+
+_POOLS: dict[str, ProcessPool] = {}
+_PART: Evidence | Failure | None = None  # in a worker: what it judges by, or why it has nothing
+
+
+def verdicts(part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Verdict | Failure]:
+    """A verdict or a failure for each response, from the part's workers where it has some."""
+    if not part.workers:
+        return part.judge_batch(prompts, responses)
+    pool = _pool(part)
+    futures = [
+        pool.schedule(_judge, args=(prompt, response), timeout=part.time_limit)
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    return [_result(future, part) for future in futures]
+
+
+def close_workers() -> None:
+    """End all worker processes; a later batch would start new ones."""
+    while _POOLS:
+        pool = _POOLS.popitem()[1]
+        pool.stop()
+        pool.join()
+
+
+atexit.register(close_workers)
+
+
+def _pool(part: Evidence) -> ProcessPool:
+    from pebble import ProcessPool
+
+    knobs = part.model_dump(mode="json", exclude={"weight", "on_error", "time_limit"})
+    key = json.dumps(knobs, sort_keys=True)
+    if key not in _POOLS or not _POOLS[key].active:
+        made_of = (origin(type(part)), {name: knob for name, knob in knobs.items() if name != "use"}, part.use)
+        _POOLS[key] = ProcessPool(part.workers, 0, _prepare, made_of, multiprocessing.get_context("spawn"))
+    return _POOLS[key]
+
+
+def _prepare(source: str, knobs: dict[str, Any], use: str) -> None:
+    """In a worker, before its time counts: make the evidence, and let it import what it needs."""
+    global _PART
+    try:
+        load_plugin(source, Path.cwd())
+        _PART = evidences[use].model_validate({**knobs, "time_limit": None})
+        _PART.ready()
+    except Exception as error:  # a worker that ended here would be replaced for ever
+        _PART = Failure(Failure.of(error).reason)
+
+
+def _judge(prompt: Prompt, response: Response) -> Any:
+    """In a worker. Nothing but plain numbers and text goes back, since not every exception can be sent."""
+    assert _PART is not None
+    if isinstance(_PART, Failure):
+        return _PART
+    try:
+        verdict = _PART(prompt, response)
+        return float(verdict) if isinstance(verdict, int | float) else [float(x) for x in verdict]
+    except (Exception, SystemExit) as error:
+        return Failure(Failure.of(error).reason)
+
+
+def _result(future: ProcessFuture, part: Evidence) -> Verdict | Failure:
+    from pebble import ProcessExpired
+
+    try:
+        return future.result()
+    except TimeoutError:
+        return Failure(f"took longer than time_limit, {part.time_limit:g} s", timed_out=True)
+    except ProcessExpired as error:
+        return Failure(f"its worker process ended (exit code {error.exitcode})")
+    except Exception as error:
+        return Failure.of(error)

