@@ -80,6 +80,8 @@ class Plan:
     """In one iteration, over all processes."""
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Why it cannot work, whatever the sums say."""
 
     @property
     def peak(self) -> int:
@@ -216,11 +218,12 @@ def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> dic
     asked = int(knobs.kv_cache_gb * 2**30) if knobs.kv_cache_gb else None
     room = asked or (CPU_CACHE if gpu is None else int(shares * gpu) - weights)
     if room < sequence:
-        raise RecipeError(
+        plan.problems.append(
             f"generation: {room / GB:.2f} GB are left for vLLM's KV cache beside its weights ({weights / GB:.2f} GB), and one "
             f"sequence of {length} tokens takes {sequence / GB:.2f} GB; raise memory_fraction ({shares}), kv_cache_gb or "
             "tensor_parallel"
         )
+        return {"engine weights": weights, "engine KV cache": max(0, room)}
     wanted = min(knobs.batch_size, plan.responses * knobs.tensor_parallel // plan.processes)
     plan.notes.append(f"vLLM has room for {room // sequence} sequences of {length} tokens at once; {wanted} are asked for")
     return {"engine weights": weights, "engine KV cache": room}
@@ -310,9 +313,11 @@ def print_plan(recipe: Recipe, gpu: str | None) -> int:
     if memory is None:
         print(f"peak: {found.peak / GB:.2f} GB of resident memory in each process, what torch and the rest take included")
         return 0
-    fits = found.peak <= memory
+    for problem in found.problems:
+        print(problem)
+    fits = found.peak <= memory and not found.problems
     print(f"peak: {found.peak / GB:.1f} GB of {memory / GB:.0f} GB: {'fits' if fits else 'does not fit'} {gpu}")
-    if not fits:
+    if found.peak > memory:
         print(_advice(recipe, found))
     return 0 if fits else 1
 
