@@ -97,7 +97,7 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
     from cct.training.memory import footprint, sizes
 
     try:
-        config = recipe.policy.config(alphabet=recipe.task.alphabet)
+        config = recipe.policy.config(alphabet=_alphabet(recipe))
     except (OSError, ValueError) as error:
         raise RecipeError(f"policy '{recipe.policy.use}': {str(error).splitlines()[0]}") from None
     training = recipe.training
@@ -230,10 +230,18 @@ def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> dic
 
 
 # --- the lengths ------------------------------------------------------------------------------
+def _alphabet(recipe: Recipe) -> str:
+    """Empty where the task's data cannot be read; only policies that make their own tokenizer need it."""
+    try:
+        return recipe.task.alphabet
+    except (OSError, ValueError):
+        return ""
+
+
 def _held_out(recipe: Recipe) -> Sequence[Any]:
     try:
         return recipe.task.held_out()
-    except (OSError, ValueError, ImportError):
+    except (OSError, ValueError):
         return []
 
 
@@ -244,13 +252,13 @@ def _prompt_tokens(recipe: Recipe, notes: list[str]) -> int:
         return max(1, limit - width)
     try:
         prompts = [*recipe.task.prompts(recipe.seed, 0, recipe.training.prompts_per_iteration), *recipe.task.held_out()]
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         notes.append(
             f"prompts of {UNKNOWN_PROMPT} tokens assumed, as the task's data cannot be read: {str(error).splitlines()[0]}"
         )
         return UNKNOWN_PROMPT
     try:
-        tokenizer = recipe.policy.tokenizer(alphabet=recipe.task.alphabet)
+        tokenizer = recipe.policy.tokenizer(alphabet=_alphabet(recipe))
         return max(len(recipe.policy.encode(tokenizer, prompt.text)) for prompt in prompts)
     except (OSError, ValueError):
         notes.append(f"no tokenizer is at hand: {CHARACTERS_PER_TOKEN} characters a token assumed, and no chat template")
