@@ -52,6 +52,9 @@ CPU_FRAGMENTATION = 0.45
 DEEPSPEED_BUCKETS = 2 * 200_000_000
 DEEPSPEED_GATHERED = 1_000_000_000
 
+# KV cache of vLLM on a CPU where the recipe does not say.
+CPU_CACHE = 2**30
+
 # Copies of the logits of one position per sequence while transformers' generate samples: logits, scaled, noise, its logarithm.
 SAMPLING_COPIES = 4
 
@@ -77,6 +80,8 @@ class Plan:
     """In one iteration, over all processes."""
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Why it cannot work, whatever the sums say."""
 
     @property
     def peak(self) -> int:
@@ -92,7 +97,7 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
     from cct.training.memory import footprint, sizes
 
     try:
-        config = recipe.policy.config(alphabet=recipe.task.alphabet)
+        config = recipe.policy.config(alphabet=_alphabet(recipe))
     except (OSError, ValueError) as error:
         raise RecipeError(f"policy '{recipe.policy.use}': {str(error).splitlines()[0]}") from None
     training = recipe.training
@@ -137,7 +142,7 @@ def _phases(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> Ite
     of_states = processes if strategy == "fsdp" or deepspeed else 1
     learning = foot.trained + foot.critic
     weights = (foot.actor + foot.critic) * foot.weight_bytes
-    # AdamW's two moments in float32; DeepSpeed keeps float32 weights of its own beside them.
+    # AdamW's two moments in float32; DeepSpeed keeps a copy of the weights that it updates beside them.
     states = learning * (12 if deepspeed else 8)
 
     standing = {
@@ -159,7 +164,8 @@ def _phases(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> Ite
     rollout = plan.responses * (12 * (plan.prompt + plan.width) + 40 * plan.width)
     traces = rows // training.rows_per_forward * foot.read.left
     engine = _engine(recipe, foot, plan, gpu)
-    asleep = {} if getattr(recipe.generation, "sleep", True) else {k: v for k, v in engine.items() if k.startswith("engine")}
+    sleeps = gpu is not None and getattr(recipe.generation, "sleep", False)
+    asleep = {} if sleeps else {name: size for name, size in engine.items() if name.startswith("engine")}
 
     def gradients(parameters: int) -> int:
         both = learning if deepspeed else parameters  # DeepSpeed has zeros for the part that does not learn
@@ -168,9 +174,8 @@ def _phases(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> Ite
     def passing(peak: Peak, made_gradients: int = 0) -> dict[str, int]:
         return {"activations": max(0, peak.total - peak.logits - made_gradients), "logits": peak.logits}
 
-    whole = {"gathered weights": weights - weights // of_weights} if of_weights > 1 else {}
     left = {} if deepspeed else {"gradients": gradients(foot.trained)}
-    yield "generate", standing | left | whole | engine
+    yield "generate", standing | left | engine
     read = passing(foot.read)
     read["activations"] = max(0, read["activations"] - foot.read.left)
     within = {"gathered weights": gathered}
@@ -194,38 +199,49 @@ def _phases(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> Ite
 
 
 def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> dict[str, int]:
-    """What the generation engine holds while it samples."""
+    """What the generation engine holds while it samples; parts named after it stay unless it sleeps."""
     generation, length = recipe.generation, plan.prompt + plan.width
-    share = getattr(generation, "memory_fraction", None)
-    if share is None:  # transformers, on the weights being trained
+    shares = getattr(generation, "memory_fraction", None)
+    if shares is None or (generation.use == "auto" and gpu is None):  # transformers, on the weights being trained
         sequences = min(generation.batch_size, max(plan.responses, len(_held_out(recipe))) // plan.processes or 1)
-        logits = SAMPLING_COPIES * sequences * foot.vocabulary * 4
-        return {"KV cache": sequences * length * foot.cache_per_token * foot.weight_bytes, "logits": logits}
-    parts = getattr(generation, "tensor_parallel", 1)
-    each = 2 if recipe.training.precision == "bf16" or foot.weight_bytes == 2 else 4
-    weights = foot.actor * each // parts
-    sequence = length * foot.cache_per_token * each // parts
-    wanted = min(getattr(generation, "max_sequences", None) or plan.responses, plan.responses)
-    if gpu is None:
-        return {"engine weights": weights, "engine KV cache": wanted * sequence}
-    room = int(share * gpu) - weights
-    if room < sequence:
-        raise RecipeError(
-            f"generation.memory_fraction ({share}) of {gpu / GB:.0f} GB leaves {room / GB:.1f} GB beside the engine's weights "
-            f"({weights / GB:.1f} GB), less than one sequence of {length} tokens takes ({sequence / GB:.2f} GB); raise it, or "
-            "generation.tensor_parallel"
-        )
-    plan.notes.append(
-        f"the engine has room for {room // sequence} sequences of {length} tokens at once; {wanted} are asked for"
+        copy = (
+            foot.actor * foot.weight_bytes if recipe.training.strategy in ("fsdp", "deepspeed_3") else 0
+        )  # whole, of split ones
+        cache = sequences * length * foot.cache_per_token * foot.weight_bytes
+        return {"engine weights": copy, "KV cache": cache, "logits": SAMPLING_COPIES * sequences * foot.vocabulary * 4}
+    knobs: Any = generation
+    each = 4 if knobs.dtype == "float32" or (knobs.dtype == "auto" and gpu is None) else 2
+    weights, sequence = (
+        foot.actor * each // knobs.tensor_parallel,
+        length * foot.cache_per_token * each // knobs.tensor_parallel,
     )
+    asked = int(knobs.kv_cache_gb * 2**30) if knobs.kv_cache_gb else None
+    room = asked or (CPU_CACHE if gpu is None else int(shares * gpu) - weights)
+    if room < sequence:
+        plan.problems.append(
+            f"generation: {room / GB:.2f} GB are left for vLLM's KV cache beside its weights ({weights / GB:.2f} GB), and one "
+            f"sequence of {length} tokens takes {sequence / GB:.2f} GB; raise memory_fraction ({shares}), kv_cache_gb or "
+            "tensor_parallel"
+        )
+        return {"engine weights": weights, "engine KV cache": max(0, room)}
+    wanted = min(knobs.batch_size, plan.responses * knobs.tensor_parallel // plan.processes)
+    plan.notes.append(f"vLLM has room for {room // sequence} sequences of {length} tokens at once; {wanted} are asked for")
     return {"engine weights": weights, "engine KV cache": room}
 
 
 # --- the lengths ------------------------------------------------------------------------------
+def _alphabet(recipe: Recipe) -> str:
+    """Empty where the task's data cannot be read; only policies that make their own tokenizer need it."""
+    try:
+        return recipe.task.alphabet
+    except (OSError, ValueError):
+        return ""
+
+
 def _held_out(recipe: Recipe) -> Sequence[Any]:
     try:
         return recipe.task.held_out()
-    except (OSError, ValueError, ImportError):
+    except (OSError, ValueError):
         return []
 
 
@@ -236,13 +252,13 @@ def _prompt_tokens(recipe: Recipe, notes: list[str]) -> int:
         return max(1, limit - width)
     try:
         prompts = [*recipe.task.prompts(recipe.seed, 0, recipe.training.prompts_per_iteration), *recipe.task.held_out()]
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         notes.append(
             f"prompts of {UNKNOWN_PROMPT} tokens assumed, as the task's data cannot be read: {str(error).splitlines()[0]}"
         )
         return UNKNOWN_PROMPT
     try:
-        tokenizer = recipe.policy.tokenizer(alphabet=recipe.task.alphabet)
+        tokenizer = recipe.policy.tokenizer(alphabet=_alphabet(recipe))
         return max(len(recipe.policy.encode(tokenizer, prompt.text)) for prompt in prompts)
     except (OSError, ValueError):
         notes.append(f"no tokenizer is at hand: {CHARACTERS_PER_TOKEN} characters a token assumed, and no chat template")
@@ -305,9 +321,11 @@ def print_plan(recipe: Recipe, gpu: str | None) -> int:
     if memory is None:
         print(f"peak: {found.peak / GB:.2f} GB of resident memory in each process, what torch and the rest take included")
         return 0
-    fits = found.peak <= memory
+    for problem in found.problems:
+        print(problem)
+    fits = found.peak <= memory and not found.problems
     print(f"peak: {found.peak / GB:.1f} GB of {memory / GB:.0f} GB: {'fits' if fits else 'does not fit'} {gpu}")
-    if not fits:
+    if found.peak > memory:
         print(_advice(recipe, found))
     return 0 if fits else 1
 

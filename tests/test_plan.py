@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import Field
 from transformers import LlamaConfig, Qwen3Config
 
 from cct.cli import main
 from cct.plan import GB, GPU_FIXED, GPUS, gpu_memory, plan
-from cct.policy import Generation
+from cct.policy import engines
 from cct.recipe import RecipeError, load_recipe
 from cct.training.memory import Live, footprint
 
@@ -175,12 +174,12 @@ def test_each_strategy_divides_what_it_divides():
     assert one["weights"] == 4 * learning and one["optimizer states"] == 8 * learning and "communication" not in one
     ddp = parts("training.devices=4")["policy pass"]
     assert (ddp["weights"], ddp["optimizer states"], ddp["communication"]) == (4 * learning, 8 * learning, 4 * learning)
-    for stage, weights, gradients in [(1, 2, 2), (2, 2, 0.5), (3, 0.5, 0.5)]:
+    for stage, weights, gradients in [(1, 4, 4), (2, 4, 1), (3, 1, 1)]:
         found = parts(*bf16, f"training.strategy=deepspeed_{stage}")
         assert found["policy pass"]["optimizer states"] == 12 * learning // 4
         assert found["policy pass"]["weights"] == pytest.approx(weights * learning, abs=4)
         assert found["policy pass"]["gradients"] == pytest.approx(gradients * learning, abs=4)
-        assert ("gathered weights" in found["generate"]) == (stage == 3)
+        assert ("gathered weights" in found["policy pass"]) == ("engine weights" in found["generate"]) == (stage == 3)
     fsdp = parts("training.devices=4", "training.strategy=fsdp")["policy pass"]
     assert (fsdp["weights"], fsdp["optimizer states"]) == (learning, 2 * learning)
 
@@ -203,39 +202,30 @@ def test_the_reference_model_is_there_where_a_part_needs_it():
     assert "reference model" not in parts()["read"]
 
 
-class Colocated(Generation):
-    """An engine with its own weights on the same device."""
-
-    memory_fraction: float = Field(0.5, gt=0, lt=1)
-    """Share of the device."""
-    tensor_parallel: int = Field(1, ge=1)
-    """Devices that share it."""
-    max_sequences: int = Field(16, ge=1)
-    """Sequences at once."""
-    max_length: int = Field(64, ge=1)
-    """Tokens of prompt and response."""
-    sleep: bool = True
-    """Whether it frees its memory while training."""
-
-
-def test_an_engine_takes_its_share_and_frees_it_where_it_sleeps():
+def test_vllm_takes_its_share_and_frees_it_where_it_sleeps():
     recipe, actor = small(), recipe_sizes()[0]
     for sleep in (True, False):
-        engine = Colocated(max_new_tokens=48, sleep=sleep)
+        engine = engines["vllm"](max_new_tokens=48, max_length=64, memory_fraction=0.5, sleep=sleep)
         found = plan(recipe.model_copy(update={"generation": engine}), GB)
         assert found.prompt == 16
         generate = found.phases["generate"]
-        assert generate["engine weights"] == 4 * actor and generate["engine weights"] + generate["engine KV cache"] == GB // 2
+        assert generate["engine weights"] == 2 * actor and generate["engine weights"] + generate["engine KV cache"] == GB // 2
         assert ("engine weights" in found.phases["policy pass"]) != sleep
         assert any("room for" in note for note in found.notes)
-    with pytest.raises(RecipeError, match=r"generation.memory_fraction \(0.001\)"):
-        plan(recipe.model_copy(update={"generation": Colocated(max_new_tokens=48, memory_fraction=0.001)}), GB)
+    little = engines["vllm"](max_new_tokens=48, max_length=64, memory_fraction=0.0009)
+    assert "0.00 GB are left for vLLM's KV cache" in plan(recipe.model_copy(update={"generation": little}), GB).problems[0]
+
+
+def test_auto_is_transformers_on_a_cpu_and_vllm_on_a_gpu():
+    recipe = small("generation={use: auto, max_new_tokens: 48}")
+    assert "engine KV cache" in plan(recipe, GB).phases["generate"] and "KV cache" in plan(recipe).phases["generate"]
 
 
 # --- models of known size ---------------------------------------------------------------------
 DEEPSPEED = [
     "training.devices=8",
-    "training.strategy=deepspeed_2",
+    "training.strategy=deepspeed_3",
+    "generation={use: vllm, max_length: 1024}",
     "training.precision=bf16",
     "training.gradient_checkpointing=true",
     "training.micro_batch_size=1",
@@ -254,13 +244,19 @@ def test_a_folder_with_a_configuration_alone_is_enough(capsys, tmp_path, config,
     argv = ["plan", str(ROOT / "recipes" / f"{recipe}.yaml"), *(x for s in sets for x in ("--set", s)), "--gpu"]
     assert main([*argv, "H100"]) == 0
     output = capsys.readouterr().out
-    assert f"actor: {count:,} parameters" in output and "no tokenizer is at hand" in output
+    assert f"actor: {count:,} parameters" in output and "at most 512 + 512 tokens" in output
     shown = float(re.search(r"weights +│ +([\d.]+)", output)[1])
-    assert shown == pytest.approx(2 * count / GB, abs=0.01)  # in bfloat16, and the critic is small
+    assert shown == pytest.approx(4 * count / GB / 8, abs=0.01)  # float32, an eighth in each process; the critic is small
     assert "fits H100" in output and ("critic (tac): 1," in output)
-    assert main([*argv, "16GB"]) == 1
+    assert main([*argv, "24GB"]) == 1
     output = capsys.readouterr().out
-    assert "does not fit 16GB" in output and "what helps: " in output
+    assert "does not fit 24GB" in output and ("what helps: " in output or "are left for vLLM's KV cache" in output)
+
+
+def test_without_a_tokenizer_prompts_are_guessed_from_their_characters(tmp_path):
+    Qwen3Config(hidden_size=32, intermediate_size=40, num_hidden_layers=2, vocab_size=64).save_pretrained(tmp_path)
+    found = plan(small(f"policy={{use: pretrained, path: {tmp_path}}}"), GB)
+    assert found.prompt == 14 // 3 + 1 and any("no tokenizer is at hand" in note for note in found.notes)
 
 
 # --- the command ------------------------------------------------------------------------------

@@ -126,6 +126,10 @@ class Pretrained(Policy):
             raise ValueError(f"path is a GGUF file already ({self.path}); leave gguf_file out")
         return self
 
+    def ready(self) -> None:
+        super().ready()
+        self.source()
+
     def source(self) -> dict[str, Any]:
         """What transformers' `from_pretrained` takes. Raises ValueError where a package or file is not there."""
         path = _in_package(self.path) if self.path.startswith(PACKAGE) else self.path
@@ -147,9 +151,10 @@ class Pretrained(Policy):
         try:
             return loader.from_pretrained(**source, **options)
         except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0].rstrip(" :")
             raise ValueError(
-                f"policy.path: cannot load '{self.path}': {str(error).strip().splitlines()[0]} (a path is a folder that holds "
-                "config.json, a tokenizer and weights, a GGUF file, package:NAME/FILE, or a name on a hub that can be reached)"
+                f"policy.path: cannot load '{self.path}': {reason} (a path is a folder that holds config.json, a tokenizer and "
+                "weights, a GGUF file, package:NAME/FILE, or a name on a hub that can be reached)"
             ) from error
 
     def config(self, *, alphabet: str) -> Any:

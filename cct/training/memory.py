@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,17 +125,16 @@ def footprint(recipe: Recipe, config: Any, prompt: int, *, accumulates: bool) ->
             warnings.simplefilter("ignore")
             critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
         if training.gradient_checkpointing:
-            actor.gradient_checkpointing_enable()
-        agent = Agent(actor.train(), critic, recipe.generation.temperature)
+            actor.gradient_checkpointing_enable({"use_reentrant": False})
+        agent = Agent(actor.train(), critic, recipe.generation.temperature, bf16=training.precision == "bf16")
         ids = torch.zeros(rows, prompt + width, dtype=torch.long)
         attention_mask = torch.ones_like(ids)
-        autocast = torch.autocast("cpu", torch.bfloat16) if training.precision == "bf16" else nullcontext()
         passes = {}
-        with torch.no_grad(), autocast, Live(text.vocab_size) as live:
+        with torch.no_grad(), Live(text.vocab_size) as live:
             reading = agent(ids, attention_mask, width, statistics=recipe.transport.statistics, with_critic=True)
             passes["read"] = live.closing()
         if critic is not None and reading.trace is not None:
-            with autocast, Live(text.vocab_size) as live:
+            with Live(text.vocab_size) as live:
                 agent.values(reading.trace, width)[0].sum().backward()
             passes["critic_pass"] = live.closing()
         del reading
@@ -144,7 +142,7 @@ def footprint(recipe: Recipe, config: Any, prompt: int, *, accumulates: bool) ->
         if accumulates:
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
-        with autocast, Live(text.vocab_size) as live:
+        with Live(text.vocab_size) as live:
             agent(ids, attention_mask, width).logprobs.sum().backward()
         passes["policy_pass"] = live.closing()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -177,9 +175,7 @@ def sizes(recipe: Recipe, config: Any) -> dict[str, int]:
 
 
 def _dtype(recipe: Recipe, config: Any) -> torch.dtype:
-    """Of the weights that the passes see: DeepSpeed's bf16 casts them, mixed precision does not."""
-    if recipe.training.precision == "bf16" and recipe.training.strategy.startswith("deepspeed"):
-        return torch.bfloat16
+    """Of the trainer's weights; bf16 precision computes beside them."""
     named = getattr(recipe.policy, "dtype", "float32")
     stored = getattr(config, "dtype", None)
     return (stored if isinstance(stored, torch.dtype) else torch.float32) if named == "auto" else getattr(torch, named)
@@ -188,9 +184,10 @@ def _dtype(recipe: Recipe, config: Any) -> torch.dtype:
 def _adapt(actor: PreTrainedModel, lora: LoRA) -> None:
     """Adapters of the right sizes at the right places: enough to count with."""
     actor.requires_grad_(False)
+    targets = (lora.targets,) if isinstance(lora.targets, str) else tuple(lora.targets)
     linear = {name: module for name, module in actor.named_modules() if isinstance(module, nn.Linear)}
     for name, module in linear.items():
-        wanted = module is not actor.get_output_embeddings() if lora.targets == "all-linear" else name.endswith(lora.targets)
+        wanted = module is not actor.get_output_embeddings() if lora.targets == "all-linear" else name.endswith(targets)
         if wanted:
             like: dict[str, Any] = {"bias": False, "dtype": module.weight.dtype}
             down, up = nn.Linear(module.in_features, lora.rank, **like), nn.Linear(lora.rank, module.out_features, **like)

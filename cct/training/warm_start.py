@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from cct.policy import WARM_START_SEED, Policy, WarmStart
 from cct.policy.attention import tappable
-from cct.recipe import RecipeError
 from cct.task import Task
 
 
@@ -48,12 +47,8 @@ def warm_start(
     """Load the policy and, where it says so, its warm start, from the cache if it is there.
 
     report: called with (step, steps, loss) after every step. The cache entry appears whole or not at all.
-    Raises RecipeError where the policy cannot be loaded.
     """
-    try:
-        model, tokenizer = policy.load(alphabet=task.alphabet, seed=seed)
-    except (ValueError, OSError) as error:
-        raise RecipeError(f"policy '{policy.use}': {error}") from error
+    model, tokenizer = policy.load(alphabet=task.alphabet, seed=seed)
     if policy.warm_start is None:
         return model, tokenizer
     entry = cache_folder() / "warm_start" / warm_start_key(policy, task, seed)
