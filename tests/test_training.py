@@ -95,28 +95,27 @@ def test_every_shipped_recipe_trains_two_iterations(name, tmp_path):
     assert ("gate/mean" in events[-1]) == (recipe.transport.use == "comp_gae")
 
 
-LETTERS = "def score(prompt, response):\n    return sum(c in '13579' for c in response.text) / 8\n"
+CHECKSUM = "def score(prompt, response):\n    return sum(map(ord, prompt.text + response.text)) % 97 / 97\n"
 
 
-def odd_digits(tmp_path, recipe="remax", *sets):
-    """A recipe whose scores differ between responses, those of an untrained policy included."""
-    (tmp_path / "odd.py").write_text(LETTERS)
-    path = tmp_path / "odd.yaml"
+def scattered(tmp_path, recipe="remax", *sets):
+    """A recipe whose scores differ between prompts and responses, those of an untrained policy included."""
+    (tmp_path / "checksum.py").write_text(CHECKSUM)
+    path = tmp_path / "checksum.yaml"
     inline = "workers: 0, time_limit: null"
-    path.write_text(f"base: {RECIPES / recipe}.yaml\nevidence: [{{use: python, path: odd.py, {inline}}}]\n")
+    path.write_text(f"base: {RECIPES / recipe}.yaml\nevidence: [{{use: python, path: checksum.py, {inline}}}]\n")
     return load_recipe(path, [*TINY, *TINY_CHAIN, *sets])
 
 
 def test_remax_takes_the_score_of_the_present_policy_s_greedy_response(tmp_path):
-    recipe = odd_digits(tmp_path)
+    recipe = scattered(tmp_path)
     agent, tokenizer, _ = build(recipe)
     collector = Collector(recipe, agent, tokenizer, None)
     found = collector.collect(2)
     prompts = recipe.task.prompts(recipe.seed, 4, 4)
     tokens = [recipe.policy.encode(tokenizer, prompt.text) for prompt in prompts]
-    greedy = [
-        recipe.evidence[0](p, r) for p, r in zip(prompts, respond(collector.engine, tokenizer, tokens, None), strict=True)
-    ]
+    responses = respond(collector.engine, tokenizer, tokens, None)
+    greedy = [recipe.evidence[0](prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
     assert len(set(greedy)) > 1
     rollout = found.rollout
     expected = torch.tensor(greedy)[rollout.groups]
@@ -128,7 +127,7 @@ def test_remax_takes_the_score_of_the_present_policy_s_greedy_response(tmp_path)
 
 def test_greedy_responses_are_sampled_only_where_a_part_needs_them(tmp_path):
     def collect(*sets):
-        recipe = odd_digits(tmp_path, "rloo", *sets)
+        recipe = scattered(tmp_path, "rloo", *sets)
         agent, tokenizer, _ = build(recipe)
         return Collector(recipe, agent, tokenizer, None).collect(1)
 
@@ -145,17 +144,17 @@ def test_processes_share_the_greedy_responses(tmp_path):
         def gather(self, value):
             return [value]
 
-    recipe = odd_digits(tmp_path)
+    recipe = scattered(tmp_path)
     agent, tokenizer, _ = build(recipe)
     engine, prompts = Collector(recipe, agent, tokenizer, None).engine, recipe.task.prompts(0, 0, 4)
     whole, _ = greedy_scores(recipe, engine, tokenizer, prompts, Ranks())
     parts = [greedy_scores(recipe, engine, tokenizer, prompts, Alone(rank, 3))[0] for rank in range(3)]
-    assert [len(part) for part in parts] == [1, 1, 2] and sum(parts, []) == whole
+    assert [len(part) for part in parts] == [1, 1, 2] and [score for part in parts for score in part] == whole
 
 
 def test_a_greedy_response_that_could_not_be_judged_is_no_baseline(tmp_path):
-    recipe = odd_digits(tmp_path, "remax", "evidence.0.on_error=drop")
-    (tmp_path / "odd.py").write_text(
+    recipe = scattered(tmp_path, "remax", "evidence.0.on_error=drop")
+    (tmp_path / "checksum.py").write_text(
         "def score(prompt, response):\n    if not response.logprobs:\n        raise RuntimeError\n    return 0.5\n"
     )
     agent, tokenizer, _ = build(recipe)
@@ -165,7 +164,7 @@ def test_a_greedy_response_that_could_not_be_judged_is_no_baseline(tmp_path):
 
 
 def test_remax_trains_two_iterations_and_says_what_it_cost(tmp_path):
-    events = [e for e in read_metrics(run(odd_digits(tmp_path), tmp_path)) if e["iteration"] > 0]
+    events = [e for e in read_metrics(run(scattered(tmp_path), tmp_path)) if e["iteration"] > 0]
     assert len(events) == 2 and all(0 <= e["train/greedy_reward"] <= 1 and e["time/greedy"] > 0 for e in events)
     assert all(e["actor/gradient_norm"] > 0 for e in events)
 
