@@ -216,6 +216,16 @@ class Recipe(Knobs):
             for need in sorted(part.needs)
             if not self.providers(need)
         ]
+        each = self.training.responses_per_prompt
+        problems += [
+            (
+                place,
+                f"'{part.use}' tells responses to one prompt apart from {part.least_responses} of them on; "
+                f"training.responses_per_prompt is {each}",
+            )
+            for place, part in self.parts.items()
+            if isinstance(part, Transport) and 2 <= each < part.least_responses
+        ]
         if self.generation.truncates and self.geometry.correction == "none":
             problems.append(
                 (

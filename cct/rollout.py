@@ -111,6 +111,7 @@ class Rollout:
     values: Tensor | None = None  # [B, T] V(s_t)
     bootstrap: Tensor | None = None  # [B] V after the last token of a cut response, 0 elsewhere
     reference_logprobs: Tensor | None = None  # [B, T]
+    greedy_scores: Tensor | None = None  # [B] of the greedy response to the same prompt, NaN where it was not judged
     stats: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, T], detached statistics of the forward
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)  # name -> mean, std over earlier iterations
     seed: int = 0  # for parts that draw, derived from recipe seed and iteration

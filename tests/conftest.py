@@ -94,6 +94,7 @@ def make_rollout(rows: int = 6, width: int = 9, prompt: int = 4, *, seed: int = 
         values=draw(rows, width),
         bootstrap=draw(rows) * truncated,
         reference_logprobs=-draw(rows, width),
+        greedy_scores=draw(rows),
         stats={name: draw(rows, width) for name in statistics},
         seed=seed,
     )

@@ -61,7 +61,17 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("task", "reasoning_gym"): {"datasets": [{"name": "gcd", "weight": 2}, {"name": "lcm", "config": {"max_value": 9}}]},
     ("transport", "comp_gae"): {"gate": {"use": "swap"}, "gap": "cut", "lam": 0.5, "whiten": False},
     ("transport", "gae"): {"gamma": 0.9, "lam_value": 0.0},
+    ("transport", "gpg"): {"std": True, "rescale": "none", "single": "raw"},
     ("transport", "grpo"): {"std": False},
+    ("transport", "grpo_lambda"): {"lam": 0.5, "like": "trl"},
+    ("transport", "grpo_pass_at_k"): {"like": "verl"},
+    ("transport", "gtpo"): {"share": 1.0, "ddof": 1},
+    ("transport", "high_entropy"): {"of": {"use": "comp_gae", "gate": "shuffle"}, "fraction": 0.5},
+    ("transport", "lite_ppo"): {"single": "raw", "ddof": 0},
+    ("transport", "reinforce_pp"): {"like": "verl", "gamma": 0.9},
+    ("transport", "reinforce_pp_baseline"): {"unit": "responses", "single": "raw"},
+    ("transport", "remax"): {"like": "verl"},
+    ("transport", "rloo"): {"like": "nemo_rl"},
 }
 each_component = pytest.mark.parametrize("axis, name", SHIPPED, ids=[f"{axis}-{name}" for axis, name in SHIPPED])
 
@@ -231,7 +241,9 @@ each_operator = each_operator_but()
 def rollout_for(operator, **fields):
     """Gaps in the middle, padding, a response cut by the limit, and one without tokens."""
     mask = make_mask("1110011111", "1111111111", "1000000000", "0111110000", "0000000000", "1101100000")
-    return make_rollout(mask=mask, statistics=operator.statistics, **fields)
+    if getattr(operator, "least_responses", 1) > 2:
+        fields = {"groups": torch.zeros(len(mask), dtype=torch.long), **fields}
+    return make_rollout(mask=mask, statistics=["entropy", *operator.statistics], **fields)
 
 
 def outputs(operator, rollout) -> list[torch.Tensor]:
@@ -283,6 +295,7 @@ def test_the_order_of_responses_does_not_matter(operator):
         groups=rollout.groups[order],
         truncated=rollout.truncated[order],
         bootstrap=rollout.bootstrap[order],
+        greedy_scores=rollout.greedy_scores[order],
         stats={n: x[order] for n, x in rollout.stats.items()},
     )
     for a, b in zip(outputs(operator, rollout), outputs(operator, permuted), strict=True):
@@ -328,6 +341,7 @@ def test_it_carries_no_gradient(operator):
         values=rollout.values.requires_grad_(),
         bootstrap=rollout.bootstrap.requires_grad_(),
         logprobs=rollout.logprobs.requires_grad_(),
+        greedy_scores=rollout.greedy_scores.requires_grad_(),
         stats={name: x.requires_grad_() for name, x in rollout.stats.items()},
         moments=dict.fromkeys(rollout.stats, (0.5, 0.3)),
     )

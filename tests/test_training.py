@@ -21,7 +21,8 @@ from cct.rollout import Prompt, Response
 from cct.training.callbacks import checkpoints
 from cct.training.collect import Collector
 from cct.training.export import export
-from cct.training.rows import TrainingStopped, judge
+from cct.training.ranks import Ranks
+from cct.training.rows import TrainingStopped, greedy_scores, judge, respond
 from cct.training.run import build, evaluate_run, new_folder, read_metrics, resume, start, train
 from cct.training.warm_start import warm_start
 
@@ -92,6 +93,80 @@ def test_every_shipped_recipe_trains_two_iterations(name, tmp_path):
     assert recipe.name == name
     assert ("critic/explained_variance" in events[-1]) == (recipe.critic is not None)
     assert ("gate/mean" in events[-1]) == (recipe.transport.use == "comp_gae")
+
+
+CHECKSUM = "def score(prompt, response):\n    return sum(map(ord, prompt.text + response.text)) % 97 / 97\n"
+
+
+def scattered(tmp_path, recipe="remax", *sets):
+    """A recipe whose scores differ between prompts and responses, those of an untrained policy included."""
+    (tmp_path / "checksum.py").write_text(CHECKSUM)
+    path = tmp_path / "checksum.yaml"
+    inline = "workers: 0, time_limit: null"
+    path.write_text(f"base: {RECIPES / recipe}.yaml\nevidence: [{{use: python, path: checksum.py, {inline}}}]\n")
+    return load_recipe(path, [*TINY, *TINY_CHAIN, *sets])
+
+
+def test_remax_takes_the_score_of_the_present_policy_s_greedy_response(tmp_path):
+    recipe = scattered(tmp_path)
+    agent, tokenizer, _ = build(recipe)
+    collector = Collector(recipe, agent, tokenizer, None)
+    found = collector.collect(2)
+    prompts = recipe.task.prompts(recipe.seed, 4, 4)
+    tokens = [recipe.policy.encode(tokenizer, prompt.text) for prompt in prompts]
+    responses = respond(collector.engine, tokenizer, tokens, None)
+    greedy = [recipe.evidence[0](prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+    assert len(set(greedy)) > 1
+    rollout = found.rollout
+    expected = torch.tensor(greedy)[rollout.groups]
+    assert torch.equal(rollout.greedy_scores, expected) and not torch.equal(rollout.scores, expected)
+    assert torch.equal(found.credit.advantages, (rollout.scores - expected).unsqueeze(1) * rollout.mask)
+    assert found.metrics["train/greedy_reward"] == pytest.approx(sum(greedy) / 4)
+    assert found.metrics["time/greedy"] > 0 and found.metrics["time/generate"] > 0
+
+
+def test_greedy_responses_are_sampled_only_where_a_part_needs_them(tmp_path):
+    def collect(*sets):
+        recipe = scattered(tmp_path, "rloo", *sets)
+        agent, tokenizer, _ = build(recipe)
+        return Collector(recipe, agent, tokenizer, None).collect(1)
+
+    plain, wrapped = collect(), collect("transport={use: high_entropy, of: remax}")
+    assert plain.rollout.greedy_scores is None and not {"train/greedy_reward", "time/greedy"} & {*plain.metrics}
+    assert "train/greedy_reward" in wrapped.metrics
+    assert torch.equal(plain.rollout.input_ids, wrapped.rollout.input_ids)  # the sampled responses are the same
+
+
+def test_processes_share_the_greedy_responses(tmp_path):
+    class Alone(Ranks):
+        """What one of three processes has to offer."""
+
+        def gather(self, value):
+            return [value]
+
+    recipe = scattered(tmp_path)
+    agent, tokenizer, _ = build(recipe)
+    engine, prompts = Collector(recipe, agent, tokenizer, None).engine, recipe.task.prompts(0, 0, 4)
+    whole, _ = greedy_scores(recipe, engine, tokenizer, prompts, Ranks())
+    parts = [greedy_scores(recipe, engine, tokenizer, prompts, Alone(rank, 3))[0] for rank in range(3)]
+    assert [len(part) for part in parts] == [1, 1, 2] and [score for part in parts for score in part] == whole
+
+
+def test_a_greedy_response_that_could_not_be_judged_is_no_baseline(tmp_path):
+    recipe = scattered(tmp_path, "remax", "evidence.0.on_error=drop")
+    (tmp_path / "checksum.py").write_text(
+        "def score(prompt, response):\n    if not response.logprobs:\n        raise RuntimeError\n    return 0.5\n"
+    )
+    agent, tokenizer, _ = build(recipe)
+    found = Collector(recipe, agent, tokenizer, None).collect(1)
+    assert found.rollout.greedy_scores.isnan().all() and found.credit.advantages.eq(0).all() and found.rollout.valid.all()
+    assert found.metrics["evidence/errors/python"] == 4 and "train/greedy_reward" not in found.metrics
+
+
+def test_remax_trains_two_iterations_and_says_what_it_cost(tmp_path):
+    events = [e for e in read_metrics(run(scattered(tmp_path), tmp_path)) if e["iteration"] > 0]
+    assert len(events) == 2 and all(0 <= e["train/greedy_reward"] <= 1 and e["time/greedy"] > 0 for e in events)
+    assert all(e["actor/gradient_norm"] > 0 for e in events)
 
 
 def test_a_run_folder_holds_what_the_docs_say_and_a_second_run_takes_another(tmp_path):

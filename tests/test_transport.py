@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from conftest import make_mask, make_rollout
@@ -438,107 +436,6 @@ def test_gae_does_what_its_knobs_say():
     assert torch.equal(whitened.advantages, whiten(expected[0], rollout.mask)) and torch.equal(
         whitened.value_targets, expected[1]
     )
-
-
-# --- GRPO -----------------------------------------------------------------------------------------
-def test_group_advantage_by_hand():
-    scores, groups = torch.tensor([1.0, 0, 0, 1, 5, 7]), torch.tensor([0, 0, 0, 0, 1, 1])
-    deviation = math.sqrt(1 / 3)  # of 1 0 0 1 with ddof 1
-    assert_close(group_advantage(scores, groups, std=False), torch.tensor([0.5, -0.5, -0.5, 0.5, -1, 1]))
-    assert_close(
-        group_advantage(scores, groups),
-        torch.tensor(
-            [0.5 / deviation, -0.5 / deviation, -0.5 / deviation, 0.5 / deviation, -1 / math.sqrt(2), 1 / math.sqrt(2)]
-        ),
-        atol=1e-5,
-        rtol=0,
-    )
-    assert_close(group_advantage(scores, groups, eps=1.0)[4:], torch.tensor([-1, 1]) / (1 + math.sqrt(2)))
-
-
-@pytest.mark.parametrize("std", [True, False])
-def test_a_group_of_one_gets_nothing(std):
-    assert group_advantage(torch.tensor([3.0, 1.0, 0.0]), torch.tensor([4, 9, 9]), std=std)[0] == 0
-    alone = group_advantage(torch.tensor([3.0, 1.0]), torch.tensor([0, 0]), std=std, valid=torch.tensor([True, False]))
-    assert torch.equal(alone, torch.zeros(2))  # alone once the other was dropped
-
-
-@pytest.mark.parametrize("std", [True, False])
-@pytest.mark.parametrize("score", [0.1, 0.3, 1 / 3, -2.7, 1e-3, 12345.678, 0.0])
-@pytest.mark.parametrize("size", [2, 3, 7, 16])
-def test_equal_scores_get_exactly_nothing(std, score, size):
-    assert torch.equal(
-        group_advantage(torch.full((size,), score), torch.zeros(size, dtype=torch.long), std=std), torch.zeros(size)
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("parts, whole", [([0.1] * 7, 0.7), ([0.1, 0.2], 0.3), ([1 / 3] * 6, 2.0), ([0.7, 0.1, 0.1, 0.1], 1.0)])
-def test_scores_equal_up_to_rounding_get_exactly_nothing(dtype, parts, whole):
-    """A sum of rewards and its value written at once differ in the last bit; divided by itself that would be an advantage."""
-    total = torch.zeros((), dtype=dtype)
-    for part in parts:
-        total = total + torch.tensor(part, dtype=dtype)
-    scores = torch.stack([total, torch.tensor(whole, dtype=dtype), torch.tensor(whole, dtype=dtype)])
-    assert torch.equal(group_advantage(scores, torch.zeros(3, dtype=torch.long)), torch.zeros(3, dtype=dtype))
-
-
-def test_a_small_but_real_difference_counts():
-    assert_close(
-        group_advantage(torch.tensor([1.0, 1.001]), torch.tensor([0, 0])),
-        torch.tensor([-1, 1]) / math.sqrt(2),
-        atol=5e-3,
-        rtol=0,
-    )
-
-
-@pytest.mark.parametrize("bad", [NAN, 100.0])
-@pytest.mark.parametrize("std", [True, False])
-def test_responses_left_out_change_nothing(bad, std):
-    scores, groups = torch.tensor([1.0, bad, 0.0, 1.0, bad]), torch.tensor([0, 0, 0, 0, 1])
-    valid = torch.tensor([True, False, True, True, False])
-    without = group_advantage(scores[valid], groups[valid], std=std)
-    got = group_advantage(scores, groups, std=std, valid=valid)
-    assert torch.equal(got[valid], without) and got[~valid].eq(0).all()
-
-
-@given(seed=st.integers(0, 10**6), rows=st.integers(1, 12))
-def test_neither_the_order_of_rows_nor_the_names_of_groups_matter(seed, rows):
-    generator = torch.Generator().manual_seed(seed)
-    scores, groups = (
-        torch.randn(rows, generator=generator, dtype=torch.float64),
-        torch.randint(0, 4, (rows,), generator=generator),
-    )
-    names, order = torch.tensor([70, -3, 12, 5]), torch.randperm(rows, generator=generator)
-    assert_close(group_advantage(scores, groups)[order], group_advantage(scores[order], names[groups][order]))
-
-
-@given(seed=st.integers(0, 10**6), shift=st.floats(-10, 10), scale=st.floats(0.1, 10))
-def test_group_advantages_do_not_depend_on_the_scale_of_scores(seed, shift, scale):
-    generator = torch.Generator().manual_seed(seed)
-    scores, groups = torch.rand(8, generator=generator, dtype=torch.float64), torch.arange(8) // 4
-
-    def run(x):
-        return group_advantage(x, groups, eps=1e-12)
-
-    assert_close(run(scores * scale + shift), run(scores), atol=1e-6, rtol=1e-6)
-    for group in range(2):
-        assert abs(run(scores)[groups == group].sum()) < 1e-9 and run(scores)[groups == group].std() == pytest.approx(
-            1, abs=1e-6
-        )
-
-
-def test_grpo_gives_every_token_its_response_s_number():
-    mask = make_mask("1100", "1111", "1011", "0000")
-    rewards = torch.zeros(4, 4)
-    rewards[0, 1], rewards[2, 2] = 1.0, NAN
-    rewards[2] = T([0, NAN, 0.5, 0.5])[0]  # NaN stands in the gap
-    rollout = make_rollout(mask=mask, rewards=rewards, groups=torch.zeros(4, dtype=torch.long))
-    third = 1 / 3
-    expected = T([third, third, 0, 0], [-2 * third] * 4, [third, 0, third, third], [0] * 4)
-    assert_close(transports["grpo"](std=False)(rollout).advantages, expected)
-    assert_close(transports["grpo"]()(rollout).advantages, expected / math.sqrt(third), atol=1e-5, rtol=0)
-    assert transports["grpo"]()(rollout).value_targets is None
 
 
 # --- whitening and explained variance -------------------------------------------------------------

@@ -32,6 +32,11 @@ class Generation(Component):
     """Sequences decoded at once."""
 
     @property
+    def provides(self) -> frozenset[str]:
+        """`greedy`: the greedy response to each prompt of a round, where a part needs it."""
+        return frozenset({"greedy"})
+
+    @property
     def truncates(self) -> bool:
         """Whether tokens are left out of the distribution that is sampled from."""
         return self.top_p < 1 or self.top_k > 0

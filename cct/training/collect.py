@@ -6,9 +6,11 @@ a run got there in one go or was resumed.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from cct.transport.functional import explained_variance, gated_gae, masked_mean_
 
 from .agent import Agent
 from .ranks import Ranks
-from .rows import Row, TrainingStopped, sample_rows
+from .rows import Row, TrainingStopped, greedy_scores, sample_rows
 
 # Share of the old running mean and deviation of a statistic kept at each iteration: follows the policy within ~10 iterations.
 MOMENTS_DECAY = 0.9
@@ -101,23 +103,31 @@ class Collector:
 
     def collect(self, iteration: int) -> Iteration:
         """Iteration number 1, 2, ...; 0 and below are the critic's warm-up."""
-        recipe, ranks, clock = self.recipe, Ranks.current(), [time.perf_counter()]
+        recipe, ranks = self.recipe, Ranks.current()
+        clock: list[tuple[str, float]] = []
 
         def stage(name: str) -> None:
             self.on_stage(name)
-            clock.append(time.perf_counter())
+            clock.append((name, time.perf_counter()))
 
         seed = lambda purpose: derive_seed(recipe.seed, purpose, iteration)  # noqa: E731
-        self.on_stage("generate")
+        stage("generate")
         each = recipe.training.prompts_per_iteration
         start = (iteration - 1 + recipe.training.critic_warmup) * each  # the warm-up draws from the stream first
         prompts = recipe.task.prompts(recipe.seed, start, each)
         rows, errors = sample_rows(recipe, self.engine, self.tokenizer, prompts, seed("sample"), ranks)
+        baselines: list[float] | None = None
+        if any("greedy" in part.needs for part in recipe.parts.values()):
+            stage("greedy")
+            baselines, greedy_errors = greedy_scores(recipe, self.engine, self.tokenizer, prompts, ranks)
+            errors += greedy_errors
         self.engine.rest()
         stage("behaviour")
         # Rows in random order from here on: the behaviour forward's chunks are the minibatches.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed("order"))).tolist()
         rollout = self._tensors([rows[index] for index in order], seed("transport"))
+        if baselines is not None:
+            rollout = rollout.replace(greedy_scores=rollout.rewards.new_tensor(baselines)[rollout.groups])
         shares = [self._rows_of(Ranks(rank, ranks.world), len(rows)) for rank in range(ranks.world)]
         rollout, traces = self._read(rollout, shares, ranks)
         stage("transport")
@@ -127,10 +137,9 @@ class Collector:
         metrics = self._metrics(rollout, credit)
         stage("update")
         metrics |= {f"evidence/{name}": float(count) for name, count in errors.items()}
-        metrics |= {
-            f"time/{name}": after - before
-            for name, before, after in zip(("generate", "behaviour", "transport"), clock, clock[1:], strict=False)
-        }
+        metrics |= {f"time/{name}": after - before for (name, before), (_, after) in pairwise(clock)}
+        if judged := [score for score in baselines or [] if math.isfinite(score)]:
+            metrics["train/greedy_reward"] = sum(judged) / len(judged)
         per_response = (credit.advantages.sum(1) / rollout.mask.sum(1).clamp(min=1)).tolist()
         advantage = dict(zip(order, per_response, strict=True))
         samples = [

@@ -138,6 +138,21 @@ def sample_rows(
     return [row for part, _ in gathered for row in part], sum((counts for _, counts in gathered), Counter())
 
 
+def greedy_scores(
+    recipe: Recipe, engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Prompt], ranks: Ranks
+) -> tuple[list[float], Counter[str]]:
+    """The score of one greedy response to each prompt, NaN where it is not to be kept, and how often which evidence raised.
+
+    Every rank answers and judges its share and gets all scores.
+    """
+    mine = [prompts[number] for number in ranks.share(len(prompts))]
+    responses = respond(engine, tokenizer, encode(recipe, engine.actor, tokenizer, mine), None)
+    rewards, keep, errors = judge(recipe.evidence, mine, responses)
+    scored = [sum(reward) if kept else math.nan for reward, kept in zip(rewards, keep, strict=True)]
+    gathered = ranks.gather((scored, errors))
+    return [score for part, _ in gathered for score in part], sum((counts for _, counts in gathered), Counter())
+
+
 def evaluate(recipe: Recipe, engine: Engine, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, float]:
     """Greedy decoding of the held-out prompts; `eval/accuracy` is the first evidence's mean, `eval/reward` the sum's."""
     return {f"eval/{name}": value for name, value in _greedy(recipe, engine, tokenizer, recipe.task.held_out(), ranks).items()}

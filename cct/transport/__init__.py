@@ -8,13 +8,45 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import gae, gate, grpo  # noqa: F401  (registration)
+from . import entropy, gae, gate, group  # noqa: F401  (registration)
 from .base import Gate, Transport, gates, transports
 
 if TYPE_CHECKING:
-    from .functional import explained_variance, gated_gae, group_advantage, scan, whiten
+    from .functional import (
+        entropy_weighted_advantage,
+        explained_variance,
+        gated_gae,
+        greedy_advantage,
+        group_advantage,
+        high_entropy_mask,
+        informative_rescale,
+        lead_advantage,
+        outcome_trace,
+        pass_at_k_advantage,
+        scan,
+        token_returns,
+        whiten,
+    )
 
-__all__ = ["Gate", "Transport", "explained_variance", "gated_gae", "gates", "group_advantage", "scan", "transports", "whiten"]
+__all__ = [
+    "Gate",
+    "Transport",
+    "entropy_weighted_advantage",
+    "explained_variance",
+    "gated_gae",
+    "gates",
+    "greedy_advantage",
+    "group_advantage",
+    "high_entropy_mask",
+    "informative_rescale",
+    "lead_advantage",
+    "outcome_trace",
+    "pass_at_k_advantage",
+    "scan",
+    "token_returns",
+    "transports",
+    "whiten",
+]
 
 
 def __getattr__(name: str) -> Any:  # torch is imported when a tensor function is first asked for

@@ -24,6 +24,11 @@ class Transport(Component):
         """Attention statistics to take in the forward, by their name in `rollout.stats`."""
         return {}
 
+    @property
+    def least_responses(self) -> int:
+        """Responses to one prompt below which every advantage would be 0; the recipe is refused."""
+        return 2 if "groups" in self.needs else 1
+
 
 class Gate(Component):
     """A per-token discount in [0, 1], computed from what the rollout knows before each token."""

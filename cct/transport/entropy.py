@@ -1,0 +1,83 @@
+"""Transports that look at the entropy of the distribution each token was drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from cct.rollout import Concentration, Credit, Rollout
+
+from .base import Transport, transports
+from .group import GRPO
+
+
+@transports.register("gtpo")
+class GTPO(Transport):
+    """A success is worth more at tokens where the policy was less sure than its fellow successes (GTPO, Tan et al. 2025).
+
+    r_it = s_i [(1 - share) + share H_it / mean_k H_kt] for s_i > 0, over the group's responses k with a positive score and
+    a t-th token, and r_it = s_i otherwise; A_it = (r_it - mean) / (deviation + eps) over the group's tokens; [B, T].
+    Source: after arXiv 2508.04349. That groups of equal scores get exactly 0, and that failures are not weighted, is ours.
+    Defaults: share 0.1, ddof 0. With share 0 and equal lengths it is `grpo` with ddof 0.
+    Pitfall: the t-th tokens of two responses need have nothing in common. Scores must be positive for success only.
+    """
+
+    share: float = Field(0.1, ge=0, le=1)
+    """Share of a success that goes by entropy; the rest is the same at each token."""
+    eps: float = Field(1e-6, gt=0, le=1)
+    """Added to the standard deviation."""
+    ddof: Literal[0, 1] = 0
+    """Divide the sum of squares over the group's n tokens by n - ddof."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"groups"})
+
+    def __call__(self, rollout: Rollout) -> Credit:
+        from .functional import entropy_weighted_advantage
+
+        advantages = entropy_weighted_advantage(
+            rollout.scores,
+            rollout.groups,
+            rollout.stats["entropy"],
+            rollout.mask,
+            share=self.share,
+            ddof=self.ddof,
+            eps=self.eps,
+        )
+        return Credit(advantages)
+
+
+@transports.register("high_entropy")
+class HighEntropy(Transport):
+    """Another transport's advantages at the tokens of highest entropy, 0 at all others (80/20, Wang et al. 2025).
+
+    A_it = A'_it where H_it is at or above the (1 - fraction) quantile of the entropies of all trainable tokens of the
+    iteration, 0 elsewhere; [B, T]. Value targets and gate are those of the other transport.
+    Source: arXiv 2506.01939; the threshold is TRL's (`top_entropy_quantile`), over the iteration and not a minibatch.
+    Default: the top 20%, of `grpo`.
+    Pitfall: the loss still divides by all tokens, as in the source, so its policy gradient is smaller; a KL term acts on
+    the tokens left out as well.
+    """
+
+    of: Annotated[Transport, transports] = GRPO()
+    """The transport whose advantages it keeps or drops."""
+    fraction: float = Field(0.2, gt=0, le=1)
+    """Share of the batch's tokens that learn."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.of.needs
+
+    @property
+    def statistics(self) -> dict[str, Concentration]:
+        return self.of.statistics
+
+    def __call__(self, rollout: Rollout) -> Credit:
+        from .functional import high_entropy_mask
+
+        credit = self.of(rollout)
+        kept = high_entropy_mask(rollout.stats["entropy"], rollout.mask, self.fraction)
+        return replace(credit, advantages=credit.advantages.masked_fill(~kept, 0.0))
