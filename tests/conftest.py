@@ -95,6 +95,7 @@ def make_rollout(rows: int = 6, width: int = 9, prompt: int = 4, *, seed: int = 
         bootstrap=draw(rows) * truncated,
         reference_logprobs=-draw(rows, width),
         stats={name: draw(rows, width) for name in statistics},
+        rollout_logprobs=-draw(rows, width),
         seed=seed,
     )
     return base.replace(**fields)

@@ -62,6 +62,11 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("transport", "comp_gae"): {"gate": {"use": "swap"}, "gap": "cut", "lam": 0.5, "whiten": False},
     ("transport", "gae"): {"gamma": 0.9, "lam_value": 0.0},
     ("transport", "grpo"): {"std": False},
+    ("transport", "length_adaptive_gae"): {"alpha": 0.3, "lam_value": 0.5, "gap": "decay"},
+    ("transport", "monte_carlo"): {"gamma": 0.9, "baseline": False},
+    ("transport", "retrace"): {"gamma": 0.9, "lam": 0.5, "c_bar": 2.0, "gap": "cut"},
+    ("transport", "td_lambda"): {"lam": 0.3},
+    ("transport", "vtrace"): {"gamma": 0.9, "lam": 0.5, "rho_bar": 3.0, "c_bar": 0.7, "gap": "decay"},
 }
 each_component = pytest.mark.parametrize("axis, name", SHIPPED, ids=[f"{axis}-{name}" for axis, name in SHIPPED])
 
@@ -234,6 +239,14 @@ def rollout_for(operator, **fields):
     return make_rollout(mask=mask, statistics=operator.statistics, **fields)
 
 
+def by_token(rollout, change):
+    """The rollout with every field of the mask's shape changed, statistics included."""
+    fields = {
+        name: change(x) for name, x in vars(rollout).items() if isinstance(x, torch.Tensor) and x.shape == rollout.mask.shape
+    }
+    return rollout.replace(**fields, stats={name: change(x) for name, x in rollout.stats.items()})
+
+
 def outputs(operator, rollout) -> list[torch.Tensor]:
     """Everything an operator returns, without what masked positions of a gate hold."""
     result = operator(rollout)
@@ -259,16 +272,7 @@ def test_it_returns_finite_numbers_of_the_mask_s_shape_and_none_where_masked(ope
 def test_what_stands_at_masked_positions_changes_nothing(operator, noise):
     rollout = rollout_for(operator)
 
-    def hide(x):
-        return x.where(rollout.mask, noise)
-
-    noisy = rollout.replace(
-        rewards=hide(rollout.rewards),
-        values=hide(rollout.values),
-        logprobs=hide(rollout.logprobs),
-        reference_logprobs=hide(rollout.reference_logprobs),
-        stats={name: hide(x) for name, x in rollout.stats.items()},
-    )
+    noisy = by_token(rollout, lambda x: x.where(rollout.mask, noise)).replace(mask=rollout.mask)
     for clean, other in zip(outputs(operator, rollout), outputs(operator, noisy), strict=True):
         assert torch.equal(clean, other)
 
@@ -276,14 +280,10 @@ def test_what_stands_at_masked_positions_changes_nothing(operator, noise):
 @each_operator_but("shuffle", "random", "swap")  # draw by row, or take the next row's
 def test_the_order_of_responses_does_not_matter(operator):
     rollout, order = rollout_for(operator), torch.tensor([3, 5, 0, 4, 2, 1])
-    permuted = rollout.replace(
-        mask=rollout.mask[order],
-        rewards=rollout.rewards[order],
-        values=rollout.values[order],
+    permuted = by_token(rollout, lambda x: x[order]).replace(
         groups=rollout.groups[order],
         truncated=rollout.truncated[order],
         bootstrap=rollout.bootstrap[order],
-        stats={n: x[order] for n, x in rollout.stats.items()},
     )
     for a, b in zip(outputs(operator, rollout), outputs(operator, permuted), strict=True):
         assert_close(a[order], b, atol=1e-5, rtol=1e-5)
@@ -296,12 +296,7 @@ def test_more_padding_changes_nothing(operator):
     def pad(x):
         return torch.nn.functional.pad(x, (0, 70), value=0)
 
-    wider = rollout.replace(
-        mask=pad(rollout.mask),
-        rewards=pad(rollout.rewards),
-        values=pad(rollout.values),
-        stats={n: pad(x) for n, x in rollout.stats.items()},
-    )
+    wider = by_token(rollout, pad)
     for a, b in zip(outputs(operator, rollout), outputs(operator, wider), strict=True):
         assert_close(pad(a), b, atol=1e-5, rtol=1e-5)
 

@@ -8,13 +8,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import gae, gate, grpo  # noqa: F401  (registration)
+from . import gae, gate, grpo, traces  # noqa: F401  (registration)
 from .base import Gate, Transport, gates, transports
 
 if TYPE_CHECKING:
-    from .functional import explained_variance, gated_gae, group_advantage, scan, whiten
+    from .functional import (
+        explained_variance,
+        gated_gae,
+        group_advantage,
+        length_adaptive_lambda,
+        retrace,
+        scan,
+        vtrace,
+        whiten,
+    )
 
-__all__ = ["Gate", "Transport", "explained_variance", "gated_gae", "gates", "group_advantage", "scan", "transports", "whiten"]
+__all__ = [
+    "Gate",
+    "Transport",
+    "explained_variance",
+    "gated_gae",
+    "gates",
+    "group_advantage",
+    "length_adaptive_lambda",
+    "retrace",
+    "scan",
+    "transports",
+    "vtrace",
+    "whiten",
+]
 
 
 def __getattr__(name: str) -> Any:  # torch is imported when a tensor function is first asked for
