@@ -17,7 +17,7 @@ from torch.testing import assert_close
 import cct.recipe  # noqa: F401  (registers every axis)
 from cct.geometry import geometries
 from cct.registry import REGISTRIES, Component, Knobs
-from cct.rollout import Concentration
+from cct.rollout import Statistic
 from cct.transport import gates, transports
 
 NAN, INF = float("nan"), float("inf")
@@ -52,6 +52,13 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("evidence", "reward_model"): {"path": "there", "squash": "sigmoid", "join": "chat", "label": 1},
     ("gate", "attention"): {"half_life": [16, 256], "layers": [0, -1], "sign": -1, "match_gamma": 0.99, "sinks": 2},
     ("gate", "constant"): {"of": {"use": "attention", "statistic": "renyi2"}},
+    ("gate", "entropy"): {"half_life": [16, 256], "sign": -1},
+    ("gate", "hidden_change"): {"distance": "relative", "layers": "all", "match_gamma": 0.99},
+    ("gate", "logprob"): {"low": 0.5, "slope": 3.0},
+    ("gate", "mixture"): {"parts": ["entropy", {"use": "turn", "boundary": 0.5}], "weights": [1, 3]},
+    ("gate", "product"): {"parts": ["profile", {"use": "attention", "statistic": "max", "heads": [0, 2]}, "turn"]},
+    ("gate", "profile"): {"shape": "linear", "start": 1.0, "end": 0.5, "tokens": 4},
+    ("gate", "turn"): {"within": 0.99, "boundary": 0.5},
     ("gate", "shuffle"): {"of": {"use": "position", "of": {"use": "attention", "low": 0.5}}},
     ("geometry", "ppo_clip"): {"dual_clip": 3.0, "kl_coef": 0.1, "aggregation": "sequence_mean"},
     ("policy", "scratch"): {"warm_start": {"steps": 7}, "heads": 4, "kv_heads": 2},
@@ -337,10 +344,11 @@ def test_a_batch_without_any_token_gives_nothing(operator):
 
 
 @each_operator
-def test_it_says_what_it_reads_of_the_attention(operator):
-    assert all(isinstance(what, Concentration) for what in operator.statistics.values())
-    assert bool(operator.statistics) == ("attention" in operator.needs)
-    if "attention" in operator.needs:
+def test_it_says_what_it_reads_of_the_forward(operator):
+    assert all(isinstance(what, Statistic) for what in operator.statistics.values())
+    read = frozenset().union(*(what.reads for what in operator.statistics.values()))
+    assert read == operator.needs & {"attention", "hidden_states"}
+    if operator.statistics:
         with pytest.raises(KeyError):
             operator(rollout_for(operator).replace(stats={}))
 

@@ -294,6 +294,29 @@ def sigmoid_gate(statistic: Tensor, mean: float, std: float, low: float, high: f
     return low + (high - low) * torch.sigmoid(slope * z)
 
 
+def previous_step(x: Tensor, mask: Tensor, first: float) -> Tensor:
+    """x [B, T] at the last unmasked position strictly before t; `first` where there is none."""
+    position = torch.arange(mask.shape[1], device=mask.device)
+    here = torch.where(mask, position, -1).cummax(1).values  # the last step here or before
+    before = torch.nn.functional.pad(here, (1, 0), value=-1)[:, :-1]
+    return torch.where(before >= 0, x.gather(1, before.clamp(min=0)), torch.full_like(x, first))
+
+
+def position_curve(mask: Tensor, start: float, end: float, shape: str, tokens: float) -> Tensor:
+    """A curve from `start` to `end` over the unmasked tokens before each one, [B, T] float32.
+
+    shape: `exponential` (closer by a factor e every `tokens`), `linear` (over `tokens`), `step` (after `tokens`).
+    """
+    place = (mask.long().cumsum(1) - mask.long()) / tokens
+    left = {"exponential": (-place).exp(), "linear": (1 - place).clamp(min=0), "step": (place < 1).float()}[shape]
+    return end + (start - end) * left
+
+
+def turn_starts(mask: Tensor) -> Tensor:
+    """First tokens of turns, [B, T] bool: a turn is a run of unmasked tokens, set apart by masked ones (a tool's output)."""
+    return mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+
+
 def geometric_mean(gate: Tensor, mask: Tensor) -> float:
     """exp of the mean log-gate over unmasked tokens; 1 where there are none."""
     return float((gate.clamp(min=1e-12).log().masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)).exp())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from cct.rollout import Concentration, Credit, Rollout
+from cct.rollout import Credit, Rollout, Statistic
 
 from .base import Gate, Transport, gates, transports
 from .gate import AttentionGate
@@ -83,7 +83,7 @@ class CompGAE(LambdaTrace):
         return frozenset({"values"}) | self.gate.needs
 
     @property
-    def statistics(self) -> dict[str, Concentration]:
+    def statistics(self) -> dict[str, Statistic]:
         return self.gate.statistics
 
     def __call__(self, rollout: Rollout) -> Credit:
