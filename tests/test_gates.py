@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -423,3 +425,22 @@ def test_a_control_of_a_product_keeps_its_values():
     plain, shuffled = product(rollout)[0], gates["shuffle"](of=product)(rollout)[0]
     mask = rollout.mask[0]
     assert torch.equal(plain[mask].sort().values, shuffled[mask].sort().values) and not torch.equal(plain, shuffled)
+
+
+def test_the_gate_of_the_docs_works_as_it_is_written_there():
+    text = (Path(__file__).parents[1] / "docs" / "transport.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class SurenessGate" in block]
+    names = gates.names()
+    exec(code, {"__name__": "docs"})
+    try:
+        gate = transports["comp_gae"].model_validate({"gate": {"use": "shuffle", "of": "sureness"}, "whiten": False})
+        plain = gates["sureness"]()
+        ids, attention_mask, width = padded([[3, 4], [5, 6]], [[7, 8, 9, 10], [12, 13, 14]])
+        stats = Agent(tiny_model(), None)(ids, attention_mask, width, statistics=gate.statistics).stats
+        rollout = make_rollout(mask=attention_mask[:, -width:].bool(), stats=stats)
+        credit = gate(rollout)
+        assert credit.gate[rollout.mask].min() > 0.95 and credit.gate[rollout.mask].std() > 0
+        assert not torch.equal(credit.gate, plain(rollout)) and not credit.advantages.requires_grad
+    finally:
+        del gates._classes["sureness"]
+    assert gates.names() == names
