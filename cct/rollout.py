@@ -169,28 +169,40 @@ class Attention:
     mask: Tensor | None  # bool or additive [B, 1, S, S]; None means plain causal
     scaling: float
 
-    def blocks(self, size: int = QUERY_BLOCK) -> Iterator[tuple[slice, Tensor]]:
+    def blocks(self, size: int = QUERY_BLOCK, start: int = 0) -> Iterator[tuple[slice, Tensor]]:
         """The attention probabilities, `size` queries at a time: (queries, [B, H, size, S]), float32, detached.
 
-        Never more than H * size * S numbers a sequence. A query that sees no key has zeros.
+        Never more than H * size * S numbers a sequence. A query that sees no key has zeros. start: the first query.
         """
         import torch
 
-        query, key = self.query.detach().float(), self.key.detach().float()
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(-1, -2)
-        position = torch.arange(query.shape[2], device=query.device)
-        for start in range(0, query.shape[2], size):
-            rows = slice(start, min(start + size, query.shape[2]))
-            with torch.no_grad():
-                logits = query[:, :, rows] @ key * self.scaling
-                if self.mask is None:
-                    logits = logits.masked_fill(position > position[rows].unsqueeze(1), -torch.inf)
-                elif self.mask.dtype == torch.bool:
-                    logits = logits.masked_fill(~self.mask[:, :, rows], -torch.inf)
-                else:
-                    logits = logits + self.mask[:, :, rows]
-                probabilities = logits.softmax(-1).nan_to_num(0.0)
-            yield rows, probabilities
+        length = self.query.shape[2]
+        position = torch.arange(length, device=self.query.device)
+        for first in range(start, length, size):
+            rows = slice(first, min(first + size, length))
+            mask = position <= position[rows].unsqueeze(1) if self.mask is None else self.mask[:, :, rows]
+            yield rows, self._probabilities(self.query[:, :, rows], mask)
+
+    def of_query(self, position: Tensor) -> Tensor:
+        """The attention of one query per sequence, [B] of positions, over the keys: [B, H, S], float32, detached."""
+        import torch
+
+        batch = torch.arange(len(position), device=position.device)
+        if self.mask is None:
+            keys = torch.arange(self.query.shape[2], device=position.device)
+            mask = (keys <= position.unsqueeze(1))[:, None, None]
+        else:
+            mask = self.mask.expand(len(position), -1, -1, -1)[batch, :, position].unsqueeze(2)
+        return self._probabilities(self.query[batch, :, position].unsqueeze(2), mask).squeeze(2)
+
+    def _probabilities(self, query: Tensor, mask: Tensor) -> Tensor:
+        import torch
+
+        with torch.no_grad():
+            key = self.key.float().repeat_interleave(query.shape[1] // self.key.shape[1], dim=1)
+            logits = query.float() @ key.transpose(-1, -2) * self.scaling
+            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+            return logits.softmax(-1).nan_to_num(0.0)
 
 
 @dataclass

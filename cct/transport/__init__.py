@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import gae, gate, grpo, traces  # noqa: F401  (registration)
+from . import gae, gate, grpo, reweight, traces  # noqa: F401  (registration)
 from .base import Gate, Transport, gates, transports
 
 if TYPE_CHECKING:

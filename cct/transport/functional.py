@@ -294,6 +294,28 @@ def sigmoid_gate(statistic: Tensor, mean: float, std: float, low: float, high: f
     return low + (high - low) * torch.sigmoid(slope * z)
 
 
+@torch.no_grad()
+def redistribute(rewards: Tensor, weights: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """(1 - beta) r_t + beta w_t sum_t r_t, with the weights of each response's unmasked tokens divided by their sum.
+
+    rewards, weights: [B, T], weights >= 0; all equal where they are all 0. Returns [B, T], 0 where masked; each response's
+    total stays what it was. Source: attention-based credit, Chan et al. 2024.
+    """
+    rewards, weights = rewards.masked_fill(~mask, 0.0), weights.masked_fill(~mask, 0.0)
+    total = weights.sum(1, keepdim=True)
+    weights = torch.where(
+        total > 0, weights / total.clamp(min=torch.finfo(weights.dtype).tiny), mask / mask.sum(1, True).clamp(min=1)
+    )
+    return (1 - beta) * rewards + beta * weights * rewards.sum(1, keepdim=True)
+
+
+def largest_share(x: Tensor, mask: Tensor, share: float) -> Tensor:
+    """The ceil(share * n) largest of each response's n unmasked entries, [B, T] bool; of equal ones the earlier."""
+    order = x.masked_fill(~mask, -math.inf).sort(dim=1, descending=True, stable=True).indices
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(x.shape[1], device=x.device).expand_as(order))
+    return mask & (rank < (share * mask.sum(1, keepdim=True) - 1e-6).ceil())
+
+
 def previous_step(x: Tensor, mask: Tensor, first: float) -> Tensor:
     """x [B, T] at the last unmasked position strictly before t; `first` where there is none."""
     position = torch.arange(mask.shape[1], device=mask.device)
