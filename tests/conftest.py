@@ -96,6 +96,7 @@ def make_rollout(rows: int = 6, width: int = 9, prompt: int = 4, *, seed: int = 
         reference_logprobs=-draw(rows, width),
         greedy_scores=draw(rows),
         stats={name: draw(rows, width) for name in statistics},
+        rollout_logprobs=-draw(rows, width),
         seed=seed,
     )
     return base.replace(**fields)

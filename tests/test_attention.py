@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from cct.policy import attention_concentration, tap, tappable
-from cct.rollout import Concentration
+from cct.rollout import Attention, Concentration, HiddenChange, Statistic, TokenEntropy, TokenLogprob
 from cct.training.agent import Agent
 
 LOWEST = torch.finfo(torch.float32).min
@@ -34,6 +34,8 @@ def of_distribution(p: torch.Tensor, statistic: str) -> float:
     """1 - H(p) / log n of one query's attention over the n keys it sees."""
     if len(p) < 2:
         return 1.0
+    if statistic == "max":
+        return p.max().item()
     entropy = -(p * p.log()).nansum() if statistic == "shannon" else -p.square().sum().log()
     return 1 - entropy.item() / math.log(len(p))
 
@@ -67,7 +69,7 @@ def visible_keys(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 # --- the statistic on tensors ---------------------------------------------------------------------
-@pytest.mark.parametrize("statistic", ["shannon", "renyi2"])
+@pytest.mark.parametrize("statistic", ["shannon", "renyi2", "max"])
 @pytest.mark.parametrize("sinks", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["none", "bool", "lowest", "infinite"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -90,7 +92,7 @@ def test_concentration_equals_attention_written_out(statistic, sinks, kind, kv_h
     assert expected.std() > 0.05  # the comparison says something
 
 
-@pytest.mark.parametrize("statistic", ["shannon", "renyi2"])
+@pytest.mark.parametrize("statistic", ["shannon", "renyi2", "max"])
 @pytest.mark.parametrize("hidden", [-1e4, -1e9])
 def test_an_additive_mask_may_hide_with_any_large_number(statistic, hidden):
     query, key = draw()
@@ -122,7 +124,11 @@ def test_concentration_of_the_extremes(statistic):
 
 @pytest.mark.parametrize(
     "statistic, expected",
-    [("shannon", 1 - (math.log(4) - 0.75 * math.log(3)) / math.log(2)), ("renyi2", 1 - math.log(1.6) / math.log(2))],
+    [
+        ("shannon", 1 - (math.log(4) - 0.75 * math.log(3)) / math.log(2)),
+        ("renyi2", 1 - math.log(1.6) / math.log(2)),
+        ("max", 0.75),
+    ],
 )
 def test_concentration_by_hand(statistic, expected):
     """Two keys with attention 1/4 and 3/4."""
@@ -390,6 +396,101 @@ def test_statistics_are_read_where_the_token_was_predicted():
         every = torch.stack([of_maps(maps[layer], visible, statistic, sinks) for layer in layers]).mean((0, 2))
         assert stats[name].shape == (3, width) and not stats[name].requires_grad
         assert_close(stats[name][tokens], every[:, -width - 1 : -1][tokens], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 4, 256])
+@pytest.mark.parametrize("kind", ["none", "bool", "infinite"])
+def test_attention_in_blocks_is_attention(size, kind):
+    query, key = draw()
+    tokens = torch.ones(2, 9)
+    if kind != "none":
+        tokens[0, :4] = 0
+    visible = visible_keys(tokens)
+    masks = {
+        "none": None,
+        "bool": visible.unsqueeze(1),
+        "infinite": torch.zeros(2, 1, 9, 9).masked_fill(~visible.unsqueeze(1), -math.inf),
+    }
+    blocks = list(Attention(query.requires_grad_(), key, masks[kind], 0.3).blocks(size))
+    assert [rows.start for rows, _ in blocks] == list(range(0, 9, size))
+    whole = torch.cat([p for _, p in blocks], 2)
+    assert not whole.requires_grad
+    assert_close(whole, maps_of(query.detach(), key, visible, 0.3).nan_to_num(0.0), atol=1e-6, rtol=0)
+
+
+def test_heads_are_chosen():
+    model = tiny_model(layers=4)
+    ids, mask, width = padded(PROMPTS, RESPONSES)
+    asked = {"some": Concentration(heads=(1, 3), layers=(2,)), "max": Concentration(statistic="max", heads=(0,), layers=(1,))}
+    stats = Agent(model, None)(ids, mask, width, statistics=asked).stats
+    maps, visible, tokens = eager_reading(model, ids, mask, width)[1], visible_keys(mask), mask[:, -width:].bool()
+    for name, layer, heads, statistic in [("some", 2, [1, 3], "shannon"), ("max", 1, [0], "max")]:
+        expected = of_maps(maps[layer], visible, statistic)[:, heads].mean(1)[:, -width - 1 : -1]
+        assert_close(stats[name][tokens], expected[tokens], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("heads", [(), (4,), (0, 7)])
+def test_heads_that_do_not_exist_are_refused(heads):
+    Concentration(heads=(0, 3)).fits(2, 4)
+    with pytest.raises(ValueError, match="4 attention heads"):
+        Concentration(heads=heads).fits(2, 4)
+
+
+@pytest.mark.parametrize("distance", ["cosine", "relative"])
+def test_hidden_change_is_between_the_emitting_position_and_the_one_before(distance):
+    model = tiny_model(layers=3)
+    ids, mask, width = padded(PROMPTS, RESPONSES, right=2)
+    stats = Agent(model, None)(ids, mask, width, statistics={"h": HiddenChange(distance=distance, layers=(0, 2))}).stats
+    with torch.no_grad():
+        states = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            output_hidden_states=True,
+            use_cache=False,
+        ).hidden_states
+    for row, response in enumerate(RESPONSES):
+        for t in range(len(response)):
+            at = ids.shape[1] - width + t - 1  # predicts token t
+            total = 0.0
+            for layer in (0, 2):
+                here, before = states[layer + 1][row, at], states[layer + 1][row, at - 1]
+                cosine = 1 - (here @ before / here.norm() / before.norm()).item()
+                total += cosine if distance == "cosine" else ((here - before).norm() / before.norm()).item()
+            only_one = len(PROMPTS[row]) == 1 and t == 0  # nothing before
+            assert stats["h"][row, t].item() == pytest.approx(0.0 if only_one else total / 2, abs=1e-5)
+
+
+def test_a_statistic_of_one_s_own_sees_the_forward():
+    class Margin(Statistic):
+        """Probability of the likeliest token."""
+
+        def measure(self, forward):
+            return forward.distribution.amax(-1).exp()
+
+    model = tiny_model()
+    ids, mask, width = padded(PROMPTS, RESPONSES)
+    reading = Agent(model, None, 0.7)(
+        ids, mask, width, statistics={"m": Margin(), "entropy": TokenEntropy(), "logprob": TokenLogprob()}
+    )
+    tokens = mask[:, -width:].bool()
+    expected = (eager_reading(model, ids, mask, width)[0] / 0.7).softmax(-1).amax(-1)
+    assert_close(reading.stats["m"][tokens], expected[tokens], atol=1e-5, rtol=1e-5)
+    assert torch.equal(reading.stats["entropy"], reading.entropy)
+    assert torch.equal(reading.stats["logprob"], reading.logprobs.detach())
+    assert not any(x.requires_grad for x in reading.stats.values())
+
+
+def test_a_statistic_of_another_shape_is_refused():
+    class Whole(Statistic):
+        """One number a response."""
+
+        def measure(self, forward):
+            return forward.entropy.mean(1)
+
+    ids, mask, width = padded(PROMPTS, RESPONSES)
+    with pytest.raises(ValueError, match="'w' .Whole. has shape"):
+        Agent(tiny_model(), None)(ids, mask, width, statistics={"w": Whole()})
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "opt"])

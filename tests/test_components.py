@@ -17,7 +17,7 @@ from torch.testing import assert_close
 import cct.recipe  # noqa: F401  (registers every axis)
 from cct.geometry import geometries
 from cct.registry import REGISTRIES, Component, Knobs
-from cct.rollout import Concentration
+from cct.rollout import Statistic
 from cct.transport import gates, transports
 
 NAN, INF = float("nan"), float("inf")
@@ -52,6 +52,13 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("evidence", "reward_model"): {"path": "there", "squash": "sigmoid", "join": "chat", "label": 1},
     ("gate", "attention"): {"half_life": [16, 256], "layers": [0, -1], "sign": -1, "match_gamma": 0.99, "sinks": 2},
     ("gate", "constant"): {"of": {"use": "attention", "statistic": "renyi2"}},
+    ("gate", "entropy"): {"half_life": [16, 256], "sign": -1},
+    ("gate", "hidden_change"): {"distance": "relative", "layers": "all", "match_gamma": 0.99},
+    ("gate", "logprob"): {"low": 0.5, "slope": 3.0},
+    ("gate", "mixture"): {"parts": ["entropy", {"use": "turn", "boundary": 0.5}], "weights": [1, 3]},
+    ("gate", "product"): {"parts": ["profile", {"use": "attention", "statistic": "max", "heads": [0, 2]}, "turn"]},
+    ("gate", "profile"): {"shape": "linear", "start": 1.0, "end": 0.5, "tokens": 4},
+    ("gate", "turn"): {"within": 0.99, "boundary": 0.5},
     ("gate", "shuffle"): {"of": {"use": "position", "of": {"use": "attention", "low": 0.5}}},
     ("geometry", "ppo_clip"): {"dual_clip": 3.0, "kl_coef": 0.1, "aggregation": "sequence_mean"},
     ("policy", "scratch"): {"warm_start": {"steps": 7}, "heads": 4, "kv_heads": 2},
@@ -59,6 +66,7 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("task", "datasets"): {"preset": "gsm8k", "split": "train[100:]", "limit": 5},
     ("task", "parquet"): {"path": "a", "held_out_path": "b", "template": "{q}?", "answer_pattern": "#(.*)"},
     ("task", "reasoning_gym"): {"datasets": [{"name": "gcd", "weight": 2}, {"name": "lcm", "config": {"max_value": 9}}]},
+    ("transport", "abc"): {"beta": 1.0, "layers": "all", "lam": 0.9, "gap": "cut"},
     ("transport", "comp_gae"): {"gate": {"use": "swap"}, "gap": "cut", "lam": 0.5, "whiten": False},
     ("transport", "gae"): {"gamma": 0.9, "lam_value": 0.0},
     ("transport", "gpg"): {"std": True, "rescale": "none", "single": "raw"},
@@ -72,6 +80,12 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("transport", "reinforce_pp_baseline"): {"unit": "responses", "single": "raw"},
     ("transport", "remax"): {"like": "verl"},
     ("transport", "rloo"): {"like": "nemo_rl"},
+    ("transport", "length_adaptive_gae"): {"alpha": 0.3, "lam_value": 0.5, "gap": "decay"},
+    ("transport", "monte_carlo"): {"gamma": 0.9, "baseline": False},
+    ("transport", "retrace"): {"gamma": 0.9, "lam": 0.5, "c_bar": 2.0, "gap": "cut"},
+    ("transport", "rhythm"): {"of": {"use": "comp_gae", "whiten": False}, "measure": "preplan", "share": 0.1, "factor": 0.0},
+    ("transport", "td_lambda"): {"lam": 0.3},
+    ("transport", "vtrace"): {"gamma": 0.9, "lam": 0.5, "rho_bar": 3.0, "c_bar": 0.7, "gap": "decay"},
 }
 each_component = pytest.mark.parametrize("axis, name", SHIPPED, ids=[f"{axis}-{name}" for axis, name in SHIPPED])
 
@@ -246,6 +260,14 @@ def rollout_for(operator, **fields):
     return make_rollout(mask=mask, statistics=["entropy", *operator.statistics], **fields)
 
 
+def by_token(rollout, change):
+    """The rollout with every field of the mask's shape changed, statistics included."""
+    fields = {
+        name: change(x) for name, x in vars(rollout).items() if isinstance(x, torch.Tensor) and x.shape == rollout.mask.shape
+    }
+    return rollout.replace(**fields, stats={name: change(x) for name, x in rollout.stats.items()})
+
+
 def outputs(operator, rollout) -> list[torch.Tensor]:
     """Everything an operator returns, without what masked positions of a gate hold."""
     result = operator(rollout)
@@ -271,16 +293,7 @@ def test_it_returns_finite_numbers_of_the_mask_s_shape_and_none_where_masked(ope
 def test_what_stands_at_masked_positions_changes_nothing(operator, noise):
     rollout = rollout_for(operator)
 
-    def hide(x):
-        return x.where(rollout.mask, noise)
-
-    noisy = rollout.replace(
-        rewards=hide(rollout.rewards),
-        values=hide(rollout.values),
-        logprobs=hide(rollout.logprobs),
-        reference_logprobs=hide(rollout.reference_logprobs),
-        stats={name: hide(x) for name, x in rollout.stats.items()},
-    )
+    noisy = by_token(rollout, lambda x: x.where(rollout.mask, noise)).replace(mask=rollout.mask)
     for clean, other in zip(outputs(operator, rollout), outputs(operator, noisy), strict=True):
         assert torch.equal(clean, other)
 
@@ -288,15 +301,11 @@ def test_what_stands_at_masked_positions_changes_nothing(operator, noise):
 @each_operator_but("shuffle", "random", "swap")  # draw by row, or take the next row's
 def test_the_order_of_responses_does_not_matter(operator):
     rollout, order = rollout_for(operator), torch.tensor([3, 5, 0, 4, 2, 1])
-    permuted = rollout.replace(
-        mask=rollout.mask[order],
-        rewards=rollout.rewards[order],
-        values=rollout.values[order],
+    permuted = by_token(rollout, lambda x: x[order]).replace(
         groups=rollout.groups[order],
         truncated=rollout.truncated[order],
         bootstrap=rollout.bootstrap[order],
         greedy_scores=rollout.greedy_scores[order],
-        stats={n: x[order] for n, x in rollout.stats.items()},
     )
     for a, b in zip(outputs(operator, rollout), outputs(operator, permuted), strict=True):
         assert_close(a[order], b, atol=1e-5, rtol=1e-5)
@@ -309,12 +318,7 @@ def test_more_padding_changes_nothing(operator):
     def pad(x):
         return torch.nn.functional.pad(x, (0, 70), value=0)
 
-    wider = rollout.replace(
-        mask=pad(rollout.mask),
-        rewards=pad(rollout.rewards),
-        values=pad(rollout.values),
-        stats={n: pad(x) for n, x in rollout.stats.items()},
-    )
+    wider = by_token(rollout, pad)
     for a, b in zip(outputs(operator, rollout), outputs(operator, wider), strict=True):
         assert_close(pad(a), b, atol=1e-5, rtol=1e-5)
 
@@ -356,10 +360,11 @@ def test_a_batch_without_any_token_gives_nothing(operator):
 
 
 @each_operator
-def test_it_says_what_it_reads_of_the_attention(operator):
-    assert all(isinstance(what, Concentration) for what in operator.statistics.values())
-    assert bool(operator.statistics) == ("attention" in operator.needs)
-    if "attention" in operator.needs:
+def test_it_says_what_it_reads_of_the_forward(operator):
+    assert all(isinstance(what, Statistic) for what in operator.statistics.values())
+    read = frozenset().union(*(what.reads for what in operator.statistics.values()))
+    assert read == operator.needs & {"attention", "hidden_states"}
+    if operator.statistics:
         with pytest.raises(KeyError):
             operator(rollout_for(operator).replace(stats={}))
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_mask, make_rollout
+from conftest import make_mask, make_rollout, padded, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.testing import assert_close
 
 from cct.rollout import Rollout
+from cct.training.agent import Agent
 from cct.transport import Gate, gates, transports
 
 AttentionGate = gates["attention"]
@@ -316,3 +319,128 @@ def test_controls_nest():
     rollout = make_rollout(4, 12, statistics=shuffled.statistics)
     profile = gates["position"](of=AttentionGate(low=0.5))(rollout)
     assert torch.equal(shuffled(rollout)[0, rollout.mask[0]].sort().values, profile[0, rollout.mask[0]].sort().values)
+
+
+# --- gates by other statistics --------------------------------------------------------------------
+CAUSAL = {
+    "attention": {},
+    "attention max": {"statistic": "max", "heads": [0, 1], "sinks": 1},
+    "entropy": {},
+    "logprob": {},
+    "hidden_change": {},
+    "profile": {"tokens": 2},
+    "turn": {},
+    "product": {"parts": ["attention", "entropy", "logprob", "hidden_change", "profile", "turn"]},
+    "mixture": {"parts": ["attention", "logprob"], "weights": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_gate_at_t_knows_nothing_of_token_t_or_later(name):
+    """Through the actor's forward: other tokens from t on leave the gates up to t as they are, and change one after."""
+    gate = gates[name.split()[0]].model_validate(CAUSAL[name])
+    agent, t = Agent(tiny_model(), None), 3
+    ids, attention_mask, width = padded([[3, 4], [5, 6]], [[7, 8, 9, 10, 11, 12], [12, 13, 14, 15, 16, 17]])
+    other = ids.clone()
+    other[:, -width + t :] = torch.tensor([[17, 18, 3], [19, 3, 7]])
+
+    def of(tokens):
+        reading = agent(tokens, attention_mask, width, statistics=gate.statistics)
+        rollout = make_rollout(mask=torch.ones(2, width, dtype=torch.bool), stats=reading.stats)
+        result = gate(rollout.replace(moments=moments(gate, 0.0, 2.0)))
+        assert not result.requires_grad
+        return result
+
+    a, b = of(ids), of(other)
+    assert_close(a[:, : t + 1], b[:, : t + 1], atol=1e-6, rtol=0)
+    if name not in ("profile", "turn"):
+        assert (a - b)[:, t + 1 :].abs().max() > 1e-4
+    assert a.std() > 1e-4 or name == "turn"
+
+
+def test_sure_tokens_retain_more_under_the_entropy_gate():
+    gate = gates["entropy"](low=0.9)
+    rollout = of_statistic(gate, [[0.2, 0.5, 0.8]], moments=moments(gate, 0.5, 0.3))
+    assert_close(gate(rollout), torch.tensor([[0.9731059, 0.95, 0.9268941]]))
+
+
+def test_the_logprob_gate_reads_the_token_before():
+    gate = gates["logprob"](low=0.9)
+    rollout = of_statistic(gate, [[-1.0, 50, -2, -3], [50, -1, -3, 50]], mask=make_mask("1011", "0110"))
+    rollout = rollout.replace(moments=moments(gate, -2.0, 1.0))
+    middle, high = 0.95, 0.9 + 0.1 * sigmoid(1)
+    assert_close(gate(rollout)[0, [0, 2, 3]], torch.tensor([middle, high, middle]))
+    assert_close(gate(rollout)[1, [1, 2]], torch.tensor([middle, high]))
+
+
+def test_a_jump_of_the_hidden_state_holds_credit_up():
+    gate = gates["hidden_change"](low=0.5)
+    assert gate(of_statistic(gate, [[0.1, 0.2, 0.9]], moments=moments(gate, 0.3, 0.2)))[0].diff().lt(0).all()
+
+
+def test_profiles_by_hand():
+    rollout = make_rollout(mask=make_mask("110111"))
+
+    def profile(shape, tokens):
+        return gates["profile"](start=0.5, end=1.0, shape=shape, tokens=tokens)(rollout)[0, [0, 1, 3, 4, 5]]
+
+    assert_close(profile("linear", 2), torch.tensor([0.5, 0.75, 1, 1, 1]))
+    assert_close(profile("step", 3), torch.tensor([0.5, 0.5, 0.5, 1, 1]))
+    assert_close(profile("exponential", 2), 1 - 0.5 * (-torch.arange(5) / 2).exp())
+
+
+def test_the_turn_gate_charges_each_crossing_once():
+    rollout = make_rollout(mask=make_mask("0110011010", "1111111111"))
+    gate = gates["turn"](within=0.99, boundary=0.5)(rollout)
+    expected = torch.full((2, 10), 0.99)
+    expected[0, 5] = expected[0, 8] = 0.5
+    assert_close(gate[rollout.mask], expected[rollout.mask])
+    assert gate[0][rollout.mask[0]].eq(0.5).sum() == 2  # three turns
+
+
+def test_products_and_mixtures_by_hand():
+    rollout = make_rollout(mask=make_mask("11"))
+    parts = [{"use": "constant", "gamma": 0.8}, {"use": "constant", "gamma": 0.5}]
+    assert_close(gates["product"].model_validate({"parts": parts})(rollout), torch.full((1, 2), 0.4))
+    assert_close(gates["mixture"].model_validate({"parts": parts})(rollout), torch.full((1, 2), 0.65))
+    weighted = gates["mixture"].model_validate({"parts": parts, "weights": [2, 1]})
+    assert_close(weighted(rollout), torch.full((1, 2), 0.7))
+
+
+@pytest.mark.parametrize("knobs", [{"weights": [1.0]}, {"weights": [1.0, 0.0]}, {"parts": []}])
+def test_mixtures_that_make_no_sense_are_refused(knobs):
+    with pytest.raises(ValidationError):
+        gates["mixture"].model_validate(knobs)
+
+
+def test_several_gates_ask_for_all_that_they_read():
+    gate = gates["product"].model_validate({"parts": ["attention", "hidden_change", "turn"]})
+    assert gate.needs == {"attention", "hidden_states"} and len(gate.statistics) == 2
+    assert gates["shuffle"](of=gate).statistics == gate.statistics
+
+
+def test_a_control_of_a_product_keeps_its_values():
+    product = gates["product"]()
+    rollout = make_rollout(4, 20, statistics=product.statistics)
+    plain, shuffled = product(rollout)[0], gates["shuffle"](of=product)(rollout)[0]
+    mask = rollout.mask[0]
+    assert torch.equal(plain[mask].sort().values, shuffled[mask].sort().values) and not torch.equal(plain, shuffled)
+
+
+def test_the_gate_of_the_docs_works_as_it_is_written_there():
+    text = (Path(__file__).parents[1] / "docs" / "transport.md").read_text(encoding="utf-8")
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class SurenessGate" in block]
+    names = gates.names()
+    exec(code, {"__name__": "docs"})
+    try:
+        gate = transports["comp_gae"].model_validate({"gate": {"use": "shuffle", "of": "sureness"}, "whiten": False})
+        plain = gates["sureness"]()
+        ids, attention_mask, width = padded([[3, 4], [5, 6]], [[7, 8, 9, 10], [12, 13, 14]])
+        stats = Agent(tiny_model(), None)(ids, attention_mask, width, statistics=gate.statistics).stats
+        rollout = make_rollout(mask=attention_mask[:, -width:].bool(), stats=stats)
+        credit = gate(rollout)
+        assert credit.gate[rollout.mask].min() > 0.95 and credit.gate[rollout.mask].std() > 0
+        assert not torch.equal(credit.gate, plain(rollout)) and not credit.advantages.requires_grad
+    finally:
+        del gates._classes["sureness"]
+    assert gates.names() == names

@@ -124,7 +124,7 @@ def test_register_without_a_name_is_refused(flavours):
 def test_an_unknown_name_lists_what_there_is_and_guesses():
     with pytest.raises(
         KeyError,
-        match=r"no transport is called 'comp_gea' \(did you mean 'comp_gae'\?\); there are: comp_gae, ",
+        match=r"no transport is called 'comp_gea' \(did you mean 'comp_gae'\?\); there are: abc, comp_gae, ",
     ):
         transports["comp_gea"]
     with pytest.raises(KeyError) as caught:
@@ -175,7 +175,7 @@ def test_an_error_in_a_nested_component_has_the_whole_path():
 def test_what_is_no_component_is_refused_with_the_names(written):
     with pytest.raises(ValidationError) as caught:
         Holder(transport=written)
-    assert "a name or a mapping with the key 'use'; there are: comp_gae, " in caught.value.errors()[0]["msg"]
+    assert "a name or a mapping with the key 'use'; there are: abc, comp_gae, " in caught.value.errors()[0]["msg"]
 
 
 def test_a_component_of_another_axis_is_refused():

@@ -17,10 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cct.rollout import Attention
-
-# Queries at once where no kernel returns its log-sum-exp: bounds extra memory to H * 256 * S per sequence.
-QUERY_BLOCK = 256
+from cct.rollout import QUERY_BLOCK, Attention
 
 # An additive mask at or below this hides a key: its probability is 0 in float32 beside any logit that models have.
 HIDDEN = -1e3
@@ -32,10 +29,10 @@ def attention_concentration(
     *,
     mask: Tensor | None = None,
     scaling: float | None = None,
-    statistic: Literal["shannon", "renyi2"] = "shannon",
+    statistic: Literal["shannon", "renyi2", "max"] = "shannon",
     sinks: int = 0,
 ) -> Tensor:
-    """1 - H(p) / log n for each query, where p is its attention over the n keys it sees.
+    """1 - H(p) / log n for each query, where p is its attention over the n keys it sees; the largest p for `max`.
 
     query: [B, H, S, d]; key: [B, H_kv, S, d], H a multiple of H_kv. mask: [B or 1, 1, S, S], bool (True =
     visible) or additive; None is plain causal. scaling: of the logits, default d^-0.5. sinks: leading
@@ -43,10 +40,11 @@ def attention_concentration(
     fewer than two keys are left. O(B*H*S*d) memory where the kernel gives its log-sum-exp (CPU).
 
     Shannon: H = lse - scaling * q.k_mean with k_mean = attention(q, k, k). Renyi-2: H = -log sum p^2,
-    sum p^2 = exp(lse(2 scaling) - 2 lse(scaling)). Raises ValueError on an unknown statistic.
+    sum p^2 = exp(lse(2 scaling) - 2 lse(scaling)). Max: exp(largest logit - lse), which no kernel returns, so the queries
+    go through 256 at a time: H*256*S numbers a sequence on any device. Raises ValueError on an unknown statistic.
     """
-    if statistic not in ("shannon", "renyi2"):
-        raise ValueError(f"statistic must be 'shannon' or 'renyi2'; got {statistic!r}")
+    if statistic not in ("shannon", "renyi2", "max"):
+        raise ValueError(f"statistic must be 'shannon', 'renyi2' or 'max'; got {statistic!r}")
     with torch.no_grad():
         query, key = query.detach().float(), key.detach().float()
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -59,6 +57,8 @@ def attention_concentration(
         if not causal_only:  # a query that sees nothing must not become NaN; its result is overwritten below
             additive = torch.zeros(visible.shape, device=query.device).masked_fill_(~visible & (n > 0).unsqueeze(-1), -math.inf)
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        if statistic == "max":
+            return torch.where(n < 2, 1.0, _largest(query, key, additive, scaling)).clamp(0, 1)
         lse, mean_key = _attend_to_keys(query, key, additive, scaling)
         if statistic == "shannon":
             entropy = lse - scaling * (query * mean_key).sum(-1)
@@ -84,17 +84,30 @@ def _attend_to_keys(query: Tensor, key: Tensor, additive: Tensor | None, scaling
         )
         return lse, mean_key
     lse, mean_key = query.new_empty(query.shape[:-1]), torch.empty_like(query)
+    for block, logits in _logits(query, key, additive, scaling):
+        lse[:, :, block] = logits.logsumexp(-1)
+        mean_key[:, :, block] = logits.softmax(-1) @ key
+    return lse, mean_key
+
+
+def _largest(query: Tensor, key: Tensor, additive: Tensor | None, scaling: float) -> Tensor:
+    """Largest attention probability of each query, [B, H, S]."""
+    largest = query.new_empty(query.shape[:-1])
+    for block, logits in _logits(query, key, additive, scaling):
+        largest[:, :, block] = (logits.amax(-1) - logits.logsumexp(-1)).exp()
+    return largest
+
+
+def _logits(query: Tensor, key: Tensor, additive: Tensor | None, scaling: float) -> Iterator[tuple[slice, Tensor]]:
+    """Masked logits, `QUERY_BLOCK` queries at a time."""
+    position = torch.arange(query.shape[2], device=query.device)
     for start in range(0, query.shape[2], QUERY_BLOCK):
         block = slice(start, start + QUERY_BLOCK)
         logits = query[:, :, block] @ key.transpose(-1, -2) * scaling
         if additive is not None:
-            logits = logits + additive[:, :, block]
+            yield block, logits + additive[:, :, block]
         else:
-            hidden = ~_visible(None, key.shape[2], key.device)[:, :, block]
-            logits = logits.masked_fill(hidden, -math.inf)
-        lse[:, :, block] = logits.logsumexp(-1)
-        mean_key[:, :, block] = logits.softmax(-1) @ key
-    return lse, mean_key
+            yield block, logits.masked_fill(position > position[block].unsqueeze(1), -math.inf)
 
 
 class Tap:

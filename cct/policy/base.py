@@ -55,7 +55,7 @@ class Policy(Component):
 
     @property
     def provides(self) -> frozenset[str]:
-        return frozenset({"attention", "reference"})
+        return frozenset({"attention", "hidden_states", "reference"})
 
     def ready(self) -> None:
         if self.lora and find_spec("peft") is None:

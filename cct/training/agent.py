@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from cct.critic.towers import Tower
 from cct.policy.attention import attention_concentration, tap
-from cct.rollout import Attention, Concentration, Trace
+from cct.rollout import Attention, Concentration, Forward, Statistic, Trace
 
 PER_HEAD = Concentration()  # the critic's feature: Shannon, every head by itself
 
@@ -49,17 +49,22 @@ class Agent(nn.Module):
         attention_mask: Tensor,
         width: int,
         *,
-        statistics: dict[str, Concentration] | None = None,
+        statistics: dict[str, Statistic] | None = None,
         with_critic: bool = False,
     ) -> Reading:
         """One forward over [B, S] tokens (prompts left-padded, responses right-padded) of which the last `width` respond.
 
-        statistics: attention statistics to take, by name. with_critic: leave a trace and the critic's values.
+        statistics: what to measure, by name. with_critic: leave a trace and the critic's values.
         """
         critic = self.critic if with_critic else None
         n_layers = self.actor.config.get_text_config().num_hidden_layers
-        wanted = {name: (what, what.layer_indices(n_layers)) for name, what in (statistics or {}).items()}
-        layers = {layer for _, indices in wanted.values() for layer in indices}
+        wanted = statistics or {}
+
+        def read(what: str) -> set[int]:
+            """Layers that the statistics read this of."""
+            return {layer for one in wanted.values() if what in one.reads for layer in one.layer_indices(n_layers)}
+
+        layers, hidden = read("attention"), read("hidden_states")
         if critic is not None:
             layers |= set(critic.reads_attention)
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
@@ -69,19 +74,26 @@ class Agent(nn.Module):
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 use_cache=False,
-                output_hidden_states=critic is not None and bool(critic.reads_hidden),
+                output_hidden_states=bool(hidden) or (critic is not None and bool(critic.reads_hidden)),
                 logits_to_keep=width + 1,
             )
         distribution = (output.logits[:, :-1].float() / self.temperature).log_softmax(-1)
         logprobs = distribution.gather(2, input_ids[:, -width:].unsqueeze(2)).squeeze(2)
         with torch.no_grad():
             entropy = -(distribution.exp() * distribution).sum(2)
-            stats = {
-                name: torch.stack([self._concentration(opened.attention[layer], what).mean(1) for layer in indices]).mean(0)[
-                    :, -width - 1 : -1
-                ]
-                for name, (what, indices) in wanted.items()
-            }
+            forward = Forward(
+                input_ids,
+                attention_mask,
+                width,
+                n_layers,
+                distribution.detach(),
+                logprobs.detach(),
+                entropy,
+                opened.attention,
+                {layer: output.hidden_states[layer + 1].detach() for layer in hidden},
+                self._concentration,
+            )
+            stats = {name: self._measured(name, what, forward) for name, what in wanted.items()}
         if critic is None:
             return Reading(logprobs, entropy, stats=stats)
         to_left = (input_ids.shape[1] - width, 0)
@@ -104,6 +116,16 @@ class Agent(nn.Module):
         with self._precision(trace.input_ids):
             raw = self.critic(trace)[:, -width - 1 :].float()
         return raw, self.critic.head.value(raw)
+
+    @staticmethod
+    def _measured(name: str, what: Statistic, forward: Forward) -> Tensor:
+        measured = what.measure(forward).detach().float()
+        if measured.shape != forward.logprobs.shape:
+            raise ValueError(
+                f"statistic '{name}' ({type(what).__name__}) has shape {tuple(measured.shape)}; expected one number for each "
+                f"response token, {tuple(forward.logprobs.shape)}"
+            )
+        return measured
 
     @staticmethod
     def _concentration(attention: Attention, what: Concentration) -> Tensor:

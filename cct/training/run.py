@@ -63,8 +63,9 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
         for part in recipe.parts.values():
             part.ready()
         actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report)
+        text = actor.config.get_text_config()
         for statistic in recipe.transport.statistics.values():
-            statistic.layer_indices(actor.config.get_text_config().num_hidden_layers)
+            statistic.fits(text.num_hidden_layers, text.num_attention_heads)
     except (ValueError, OSError) as error:
         raise RecipeError(str(error)) from error
     drawn = (training.critic_warmup + training.iterations) * training.prompts_per_iteration

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import entropy, gae, gate, group  # noqa: F401  (registration)
+from . import entropy, gae, gate, group, reweight, traces  # noqa: F401  (registration)
 from .base import Gate, Transport, gates, transports
 
 if TYPE_CHECKING:
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
         high_entropy_mask,
         informative_rescale,
         lead_advantage,
+        length_adaptive_lambda,
         outcome_trace,
         pass_at_k_advantage,
+        retrace,
         scan,
         token_returns,
+        vtrace,
         whiten,
     )
 
@@ -40,11 +43,14 @@ __all__ = [
     "high_entropy_mask",
     "informative_rescale",
     "lead_advantage",
+    "length_adaptive_lambda",
     "outcome_trace",
     "pass_at_k_advantage",
+    "retrace",
     "scan",
     "token_returns",
     "transports",
+    "vtrace",
     "whiten",
 ]
 

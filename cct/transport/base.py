@@ -9,7 +9,7 @@ from cct.registry import Component, Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cct.rollout import Concentration, Credit, Rollout
+    from cct.rollout import Credit, Rollout, Statistic
 
 
 class Transport(Component):
@@ -20,8 +20,8 @@ class Transport(Component):
         raise NotImplementedError
 
     @property
-    def statistics(self) -> dict[str, Concentration]:
-        """Attention statistics to take in the forward, by their name in `rollout.stats`."""
+    def statistics(self) -> dict[str, Statistic]:
+        """What to measure in the behaviour forward, by its name in `rollout.stats`."""
         return {}
 
     @property
@@ -38,7 +38,7 @@ class Gate(Component):
         raise NotImplementedError
 
     @property
-    def statistics(self) -> dict[str, Concentration]:
+    def statistics(self) -> dict[str, Statistic]:
         """As `Transport.statistics`."""
         return {}
 

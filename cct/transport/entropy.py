@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cct.rollout import Concentration, Credit, Rollout
+from cct.rollout import Credit, Rollout, Statistic
 
 from .base import Transport, transports
 from .group import GRPO
@@ -72,7 +72,7 @@ class HighEntropy(Transport):
         return self.of.needs
 
     @property
-    def statistics(self) -> dict[str, Concentration]:
+    def statistics(self) -> dict[str, Statistic]:
         return self.of.statistics
 
     def __call__(self, rollout: Rollout) -> Credit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ Scale = Literal["group", "batch", "none"]
 Single = Literal["zero", "raw"]
 EpsAt = Literal["std", "variance", "floor"]
 Unit = Literal["tokens", "responses"]
+GAPS = ("carry", "decay", "cut")
 
 # Rows from which one step per token beats a scan in blocks: each step then fills the cores by itself.
 TIME_MAJOR_ROWS = 256
@@ -26,7 +28,7 @@ ROUNDING = 8
 
 @torch.no_grad()
 def scan(a: Tensor, b: Tensor) -> Tensor:
-    """Solve A_t = a_t + b_t * A_{t+1} along the last dimension, with A after the end = 0.
+    """Solve A_t = a_t + b_t * A_{t+1} along the last dimension, with A after the end = 0. Every trace here is one.
 
     a, b: [B, T]. Returns [B, T]. O(B*T) memory. Many rows: one fused step per token. Few rows: all
     blocks of 64 tokens at once (value and product), then one carry from block to block. Works on
@@ -62,7 +64,7 @@ def _next_step(mask: Tensor) -> Tensor:
     length = mask.shape[1]
     index = torch.arange(length, device=mask.device).expand_as(mask)
     later = torch.where(mask, index, length).flip(1).cummin(1).values.flip(1)
-    return torch.nn.functional.pad(later[:, 1:], (0, 1), value=length)
+    return torch.nn.functional.pad(later, (0, 1), value=length)[:, 1:]
 
 
 @torch.no_grad()
@@ -93,52 +95,141 @@ def gated_gae(
     position, NaN included, changes nothing. Raises ValueError on shapes that disagree.
     Sources: Schulman et al. 2016 (GAE); torchrl `generalized_advantage_estimate` with tensor gamma.
     """
-    if rewards.dim() != 2 or values.shape != rewards.shape or mask.shape != rewards.shape:
-        raise ValueError(
-            f"rewards, values and mask must share one shape [B, T]; got {tuple(rewards.shape)}, "
-            f"{tuple(values.shape)}, {tuple(mask.shape)}"
-        )
-    if bootstrap is not None and bootstrap.shape != rewards.shape[:1]:
-        raise ValueError(f"bootstrap must be [B] = [{rewards.shape[0]}]; got {tuple(bootstrap.shape)}")
-    if gap not in ("carry", "decay", "cut"):
-        raise ValueError(f"gap must be 'carry', 'decay' or 'cut'; got {gap!r}")
-    if rewards.numel() == 0:
-        return torch.zeros_like(rewards), torch.zeros_like(rewards)
-    mask = mask.bool()
-    rewards = rewards.masked_fill(~mask, 0.0)
-    values = values.masked_fill(~mask, 0.0)
-
-    position = torch.arange(mask.shape[1], device=mask.device)
-    last_step = torch.where(mask, position, 0).cummax(1).values
-
-    def per_token(knob: float | Tensor) -> Tensor:
-        full = torch.as_tensor(knob, dtype=values.dtype, device=values.device)
-        if full.dim() and full.shape != values.shape:
-            raise ValueError(f"gamma and lam must be a float or [B, T] = {tuple(values.shape)}; got {tuple(full.shape)}")
-        if not full.dim():
-            return full.expand_as(values)
-        # Where `decay` counts gaps as steps, they take the discount of the last token before them.
-        return full.gather(1, last_step)
-
-    g, lam_t, lam_v = per_token(gamma), per_token(lam), per_token(lam_value)
-    end = torch.zeros_like(values[:, :1]) if bootstrap is None else bootstrap.unsqueeze(1).to(values.dtype)
-    following = _next_step(mask)  # T after the last step
-    is_step = mask
-    if gap == "carry":  # the next step's value, however far
-        next_values = torch.cat([values, end], 1).gather(1, following)
-    else:  # the neighbour's, 0 in a gap
-        neighbour = torch.nn.functional.pad(values[:, 1:], (0, 1))
-        next_values = torch.where(following == mask.shape[1], end, neighbour)
-        if gap == "decay":
-            is_step = mask | (following < mask.shape[1])
-    delta = (rewards + g * next_values - values).masked_fill(~is_step, 0.0)
-    outside = 0.0 if gap == "cut" else 1.0  # what a position that is no step hands on
-
-    def trace(lam: Tensor) -> Tensor:
-        return scan(delta, torch.where(is_step, g * lam, outside))
-
+    s = _Steps.of(rewards, values, mask, bootstrap, gap)
+    g, lam_t, lam_v = s.knob(gamma), s.knob(lam), s.knob(lam_value)
+    delta = s.rewards + g * s.next_values - s.values
     # R_t - V_t obeys the recurrence of A_t with lam_value in place of lam.
-    return trace(lam_t).masked_fill(~mask, 0.0), (values + trace(lam_v)).masked_fill(~mask, 0.0)
+    return s.only(s.trace(delta, g * lam_t)), s.only(s.values + s.trace(delta, g * lam_v))
+
+
+@dataclass
+class _Steps:
+    """A batch laid out for a trace: what follows each token, and on which positions the recurrence steps."""
+
+    rewards: Tensor  # [B, T], 0 where masked
+    values: Tensor  # [B, T], 0 where masked
+    next_values: Tensor  # [B, T] V of what follows
+    mask: Tensor
+    is_step: Tensor  # [B, T]
+    following: Tensor  # [B, T] next unmasked position, T after the last
+    last_step: Tensor  # [B, T] the unmasked position here or before
+    gap: Gap
+
+    @classmethod
+    def of(cls, rewards: Tensor, values: Tensor, mask: Tensor, bootstrap: Tensor | None, gap: Gap) -> _Steps:
+        """Raises ValueError on shapes that disagree."""
+        if rewards.dim() != 2 or values.shape != rewards.shape or mask.shape != rewards.shape:
+            raise ValueError(
+                f"rewards, values and mask must share one shape [B, T]; got {tuple(rewards.shape)}, "
+                f"{tuple(values.shape)}, {tuple(mask.shape)}"
+            )
+        if bootstrap is not None and bootstrap.shape != rewards.shape[:1]:
+            raise ValueError(f"bootstrap must be [B] = [{rewards.shape[0]}]; got {tuple(bootstrap.shape)}")
+        if gap not in GAPS:
+            raise ValueError(f"gap must be 'carry', 'decay' or 'cut'; got {gap!r}")
+        mask = mask.bool()
+        rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
+        last_step = torch.where(mask, torch.arange(mask.shape[1], device=mask.device), 0).cummax(1).values
+        following = _next_step(mask)
+        is_step = mask | (following < mask.shape[1]) if gap == "decay" else mask
+        steps = cls(rewards, values, values, mask, is_step, following, last_step, gap)
+        steps.next_values = steps.next_of(values, bootstrap)
+        return steps
+
+    def next_of(self, x: Tensor, end: Tensor | None = None) -> Tensor:
+        """x [B, T] at what follows each token; end: [B] after the last one, default 0."""
+        after = x.new_zeros(len(x), 1) if end is None else end.unsqueeze(1).to(x.dtype)
+        if self.gap == "carry":  # the next step, however far
+            return torch.cat([x, after], 1).gather(1, self.following)
+        neighbour = torch.nn.functional.pad(x, (0, 1))[:, 1:]  # which x must make 0 in a gap, where it is to be 0
+        return torch.where(self.following == x.shape[1], after, neighbour)
+
+    def knob(self, knob: float | Tensor) -> Tensor:
+        """A float or [B, T] as [B, T]. Where `decay` counts gaps as steps, they take the knob of the last token before them."""
+        full = torch.as_tensor(knob, dtype=self.values.dtype, device=self.values.device)
+        if full.dim() and full.shape != self.values.shape:
+            raise ValueError(f"gamma and lam must be a float or [B, T] = {tuple(self.values.shape)}; got {tuple(full.shape)}")
+        return full.gather(1, self.last_step) if full.dim() else full.expand_as(self.values)
+
+    def trace(self, a: Tensor, b: Tensor) -> Tensor:
+        """`scan` over the steps; what is none hands credit on, or stops it under `cut`."""
+        outside = 0.0 if self.gap == "cut" else 1.0
+        return scan(a.masked_fill(~self.is_step, 0.0), torch.where(self.is_step, b, outside))
+
+    def only(self, x: Tensor) -> Tensor:
+        return x.masked_fill(~self.mask, 0.0)
+
+
+@torch.no_grad()
+def vtrace(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    log_ratio: Tensor,
+    *,
+    gamma: float | Tensor,
+    lam: float | Tensor = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+    bootstrap: Tensor | None = None,
+    gap: Gap = "carry",
+) -> tuple[Tensor, Tensor]:
+    """V-trace advantages and value targets, [B, T] each, for tokens sampled from another policy.
+
+    rho_t = min(rho_bar, pi/mu);  c_t = lam_t min(c_bar, pi/mu);  delta_t = rho_t (r_t + g_t V_{t+1} - V_t);
+    v_t - V_t = delta_t + g_t c_t (v_{t+1} - V_{t+1});  A_t = rho_t (r_t + g_t v_{t+1} - V_t).
+
+    log_ratio: [B, T], log pi(t) - log mu(t) of the token sampled; everything else as in `gated_gae`. With ratio 1 and
+    lam 1, A and v are GAE's at lam 1. Below lam 1, A is not GAE(lam): it looks one full step ahead, then follows v.
+    Pitfall: A carries rho_t itself, so a loss that weights tokens by pi/mu again counts it twice.
+    Source: Espeholt et al. 2018 (IMPALA), with lam of its remark 2; torchrl `vtrace_advantage_estimate`.
+    """
+    s = _Steps.of(rewards, values, mask, bootstrap, gap)
+    g, ratio = s.knob(gamma), s.only(log_ratio)
+    rho, c = ratio.clamp(max=math.log(rho_bar)).exp(), s.knob(lam) * ratio.clamp(max=math.log(c_bar)).exp()
+    excess = s.trace(rho * (s.rewards + g * s.next_values - s.values), g * c)
+    next_targets = s.next_values + s.next_of(excess)
+    return s.only(rho * (s.rewards + g * next_targets - s.values)), s.only(s.values + excess)
+
+
+@torch.no_grad()
+def retrace(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    log_ratio: Tensor,
+    *,
+    gamma: float | Tensor,
+    lam: float | Tensor = 1.0,
+    c_bar: float = 1.0,
+    bootstrap: Tensor | None = None,
+    gap: Gap = "carry",
+) -> tuple[Tensor, Tensor]:
+    """Retrace(lam) with a state-value critic: advantages and value targets, [B, T] each.
+
+    c_t = lam_t min(c_bar, pi/mu);  A_t = Q_t - V_t = r_t + g_t V_{t+1} - V_t + g_t c_{t+1} A_{t+1}.
+
+    Retrace corrects Q(s_t, a_t), so the token at t needs no ratio and the trace is cut by those after it. It asks for Q of
+    the sampled action in the trace; here V stands for it, which is its expectation under pi. The value target takes the
+    token's own ratio in: V_t + min(c_bar, pi/mu) A_t, which is V-trace's with rho_bar = c_bar and lam 1.
+    log_ratio and the rest as in `vtrace`. With ratio 1 A is GAE(lam)'s. Source: Munos et al. 2016.
+    """
+    s = _Steps.of(rewards, values, mask, bootstrap, gap)
+    g, ratio = s.knob(gamma), s.only(log_ratio).clamp(max=math.log(c_bar)).exp()
+    delta = s.rewards + g * s.next_values - s.values
+    advantages = s.trace(delta, g * s.next_of(s.knob(lam) * ratio))
+    return s.only(advantages), s.only(s.values + ratio * advantages)
+
+
+@torch.no_grad()
+def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
+    """lam = 1 - 1 / (alpha * length) per response, [B, T]; 0 where alpha * length is below 1.
+
+    Length counts unmasked tokens. A trace then reaches over a fixed share of the response: sum_k lam^k ~ alpha * length.
+    Source: VAPO, Yue et al. 2025 (alpha = 0.05).
+    """
+    reach = alpha * mask.sum(1, keepdim=True).clamp(min=1)
+    return (1 - 1 / reach).clamp(min=0).expand(mask.shape)
 
 
 @torch.no_grad()
@@ -451,6 +542,51 @@ def sigmoid_gate(statistic: Tensor, mean: float, std: float, low: float, high: f
     """g = low + (high - low) sigmoid(slope * (statistic - mean) / std), detached; in [low, high]."""
     z = (statistic.detach() - mean) / max(std, 1e-6)
     return low + (high - low) * torch.sigmoid(slope * z)
+
+
+@torch.no_grad()
+def redistribute(rewards: Tensor, weights: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """(1 - beta) r_t + beta w_t sum_t r_t, with the weights of each response's unmasked tokens divided by their sum.
+
+    rewards, weights: [B, T], weights >= 0; all equal where they are all 0. Returns [B, T], 0 where masked; each response's
+    total stays what it was. Source: attention-based credit, Chan et al. 2024.
+    """
+    rewards, weights = rewards.masked_fill(~mask, 0.0), weights.masked_fill(~mask, 0.0)
+    total = weights.sum(1, keepdim=True)
+    weights = torch.where(
+        total > 0, weights / total.clamp(min=torch.finfo(weights.dtype).tiny), mask / mask.sum(1, True).clamp(min=1)
+    )
+    return (1 - beta) * rewards + beta * weights * rewards.sum(1, keepdim=True)
+
+
+def largest_share(x: Tensor, mask: Tensor, share: float) -> Tensor:
+    """The ceil(share * n) largest of each response's n unmasked entries, [B, T] bool; of equal ones the earlier."""
+    order = x.masked_fill(~mask, -math.inf).sort(dim=1, descending=True, stable=True).indices
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(x.shape[1], device=x.device).expand_as(order))
+    return mask & (rank < (share * mask.sum(1, keepdim=True) - 1e-6).ceil())
+
+
+def previous_step(x: Tensor, mask: Tensor, first: float) -> Tensor:
+    """x [B, T] at the last unmasked position strictly before t; `first` where there is none."""
+    position = torch.arange(mask.shape[1], device=mask.device)
+    here = torch.where(mask, position, -1).cummax(1).values  # the last step here or before
+    before = torch.nn.functional.pad(here, (1, 0), value=-1)[:, :-1]
+    return torch.where(before >= 0, x.gather(1, before.clamp(min=0)), torch.full_like(x, first))
+
+
+def position_curve(mask: Tensor, start: float, end: float, shape: str, tokens: float) -> Tensor:
+    """A curve from `start` to `end` over the unmasked tokens before each one, [B, T] float32.
+
+    shape: `exponential` (closer by a factor e every `tokens`), `linear` (over `tokens`), `step` (after `tokens`).
+    """
+    place = (mask.long().cumsum(1) - mask.long()) / tokens
+    left = {"exponential": (-place).exp(), "linear": (1 - place).clamp(min=0), "step": (place < 1).float()}[shape]
+    return end + (start - end) * left
+
+
+def turn_starts(mask: Tensor) -> Tensor:
+    """First tokens of turns, [B, T] bool: a turn is a run of unmasked tokens, set apart by masked ones (a tool's output)."""
+    return mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
 
 
 def geometric_mean(gate: Tensor, mask: Tensor) -> float:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from cct.rollout import Concentration, Credit, Rollout
+from cct.rollout import Credit, Rollout, Statistic
 
 from .base import Gate, Transport, gates, transports
 from .gate import AttentionGate
@@ -15,13 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _Trace(Transport):
-    """What GAE and Comp-GAE share."""
+class CriticTrace(Transport):
+    """What every trace that leans on a critic shares."""
 
-    lam: float = Field(1.0, ge=0, le=1)
-    """Trace decay of the advantage: 1 trusts the outcome, 0 trusts the critic."""
-    lam_value: float = Field(1.0, ge=0, le=1)
-    """Trace decay of the value target; 1 fits the critic to the (gated) Monte-Carlo return."""
     gap: Literal["carry", "decay", "cut"] = "carry"
     """What tokens that the policy did not emit do to credit that crosses them: nothing, decay it, stop it."""
     whiten: bool = True
@@ -31,8 +27,15 @@ class _Trace(Transport):
     def needs(self) -> frozenset[str]:
         return frozenset({"values"})
 
-    def _credit(self, rollout: Rollout, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
-        from .functional import gated_gae, whiten
+    def _finish(self, rollout: Rollout, advantages: Tensor) -> Tensor:
+        from .functional import whiten
+
+        return whiten(advantages, rollout.mask) if self.whiten else advantages
+
+    def _gae(
+        self, rollout: Rollout, gamma: float | Tensor, lam: float | Tensor, lam_value: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        from .functional import gated_gae
 
         assert rollout.values is not None
         advantages, targets = gated_gae(
@@ -40,27 +43,36 @@ class _Trace(Transport):
             rollout.values,
             rollout.mask,
             gamma=gamma,
-            lam=self.lam,
-            lam_value=self.lam_value,
+            lam=lam,
+            lam_value=lam_value,
             bootstrap=rollout.bootstrap,
             gap=self.gap,
         )
-        return (whiten(advantages, rollout.mask) if self.whiten else advantages), targets
+        return self._finish(rollout, advantages), targets
+
+
+class LambdaTrace(CriticTrace):
+    """What GAE and Comp-GAE share. lam and lam_value may differ: decoupled GAE."""
+
+    lam: float = Field(1.0, ge=0, le=1)
+    """Trace decay of the advantage: 1 trusts the outcome, 0 trusts the critic."""
+    lam_value: float = Field(1.0, ge=0, le=1)
+    """Trace decay of the value target; 1 fits the critic to the (gated) Monte-Carlo return."""
 
 
 @transports.register("gae")
-class GAE(_Trace):
+class GAE(LambdaTrace):
     """Generalised advantage estimation with one fixed discount (Schulman et al. 2016)."""
 
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token."""
 
     def __call__(self, rollout: Rollout) -> Credit:
-        return Credit(*self._credit(rollout, self.gamma))
+        return Credit(*self._gae(rollout, self.gamma, self.lam, self.lam_value))
 
 
 @transports.register("comp_gae")
-class CompGAE(_Trace):
+class CompGAE(LambdaTrace):
     """GAE whose per-token discount is a gate, by default the policy's attention concentration (Comp-GAE)."""
 
     gate: Annotated[Gate, gates] = AttentionGate()
@@ -71,9 +83,9 @@ class CompGAE(_Trace):
         return frozenset({"values"}) | self.gate.needs
 
     @property
-    def statistics(self) -> dict[str, Concentration]:
+    def statistics(self) -> dict[str, Statistic]:
         return self.gate.statistics
 
     def __call__(self, rollout: Rollout) -> Credit:
         gate = self.gate(rollout)
-        return Credit(*self._credit(rollout, gate), gate=gate)
+        return Credit(*self._gae(rollout, gate, self.lam, self.lam_value), gate=gate)

@@ -1,12 +1,12 @@
-"""Gates: per-token discounts. `attention` is Comp-GAE's; the others are its controls."""
+"""Gates: per-token discounts. `attention` is Comp-GAE's, others read other statistics or are made of gates; then controls."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cct.rollout import Concentration, Rollout
+from cct.rollout import Concentration, HiddenChange, Rollout, Statistic, TokenEntropy, TokenLogprob
 
 from .base import Gate, gates
 
@@ -34,7 +34,7 @@ class ConstantGate(Gate):
         return self.of.needs if self.of else frozenset()
 
     @property
-    def statistics(self) -> dict[str, Concentration]:
+    def statistics(self) -> dict[str, Statistic]:
         return self.of.statistics if self.of else {}
 
     def __call__(self, rollout: Rollout) -> Tensor:
@@ -45,31 +45,27 @@ class ConstantGate(Gate):
         return rollout.rewards.new_full(rollout.rewards.shape, rate)
 
 
-@gates.register("attention")
-class AttentionGate(Gate):
-    """Concentrated attention of the query that emits a token retains more credit."""
+class StatisticGate(Gate):
+    """A gate that is a sigmoid of one statistic of the forward, standardised by moments of earlier iterations."""
 
-    statistic: Literal["shannon", "renyi2"] = "shannon"
-    """Entropy behind the concentration, 1 - H / log n."""
-    layers: Literal["last_half", "last_quarter", "all"] | tuple[int, ...] = "last_half"
-    """Layers averaged over."""
-    sinks: int = Field(0, ge=0, le=64)
-    """Leading keys left out of the statistic."""
     low: float = Field(0.97, gt=0, le=1)
-    """Discount where attention is most spread."""
+    """Discount at the retaining statistic's lower end."""
     high: float = Field(1.0, gt=0, le=1)
-    """Discount where attention is most concentrated."""
+    """Discount at its upper end."""
     half_life: tuple[float, float] | None = None
     """The bounds as half-lives in tokens, (short, long), in place of low and high: g = 0.5^(1/h)."""
     slope: float = Field(1.0, gt=0, le=100)
     """Steepness of the sigmoid, per standard deviation of the statistic."""
     sign: Literal[1, -1] = 1
-    """-1 lets spread attention retain more: a control."""
+    """-1 reverses the gate: a control."""
     match_gamma: float | None = Field(None, gt=0, le=1)
     """Rescale so that the batch's mean log-gate is that of this fixed discount."""
 
+    rising: ClassVar[bool] = True
+    """Whether a larger statistic retains more, where sign is 1."""
+
     @model_validator(mode="after")
-    def _bounds(self) -> AttentionGate:
+    def _bounds(self) -> Self:
         if self.half_life and not 0 < self.half_life[0] <= self.half_life[1]:
             raise ValueError(f"half_life must be (short, long) with 0 < short <= long; got {self.half_life}")
         if self.low > self.high:
@@ -78,29 +74,173 @@ class AttentionGate(Gate):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"attention"})
+        return frozenset().union(*(what.reads for what in self.statistics.values()))
 
-    @property
-    def _concentration(self) -> Concentration:
-        return Concentration(statistic=self.statistic, layers=self.layers, sinks=self.sinks)
-
-    @property
-    def _name(self) -> str:
-        layers = self.layers if isinstance(self.layers, str) else "+".join(map(str, self.layers))
-        return f"concentration/{self.statistic}/{layers}/{self.sinks}"
-
-    @property
-    def statistics(self) -> dict[str, Concentration]:
-        return {self._name: self._concentration}
+    def _known(self, measured: Tensor, mask: Tensor, mean: float) -> Tensor:
+        """The statistic as it is known before each token."""
+        return measured
 
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import masked_mean_std, match_mean_log, sigmoid_gate
 
-        concentration = rollout.stats[self._name]
-        mean, std = rollout.moments.get(self._name) or [float(x) for x in masked_mean_std(concentration, rollout.mask)]
+        (name,) = self.statistics
+        measured = rollout.stats[name]
+        mean, std = rollout.moments.get(name) or [float(x) for x in masked_mean_std(measured, rollout.mask)]
         low, high = [0.5 ** (1 / h) for h in self.half_life] if self.half_life else (self.low, self.high)
-        gate = sigmoid_gate(concentration, mean, std, low, high, self.sign * self.slope)
+        slope = self.sign * self.slope * (1 if self.rising else -1)
+        gate = sigmoid_gate(self._known(measured, rollout.mask, mean), mean, std, low, high, slope)
         return match_mean_log(gate, rollout.mask, self.match_gamma) if self.match_gamma else gate
+
+
+@gates.register("attention")
+class AttentionGate(StatisticGate):
+    """Concentrated attention of the query that emits a token retains more credit."""
+
+    statistic: Literal["shannon", "renyi2", "max"] = "shannon"
+    """The concentration: 1 - H / log n of an entropy, or the largest attention probability."""
+    layers: Literal["last_half", "last_quarter", "all"] | tuple[int, ...] = "last_half"
+    """Layers averaged over."""
+    heads: Literal["all"] | tuple[Annotated[int, Field(ge=0)], ...] = "all"
+    """Query heads averaged over, the same in every layer."""
+    sinks: int = Field(0, ge=0, le=64)
+    """Leading keys left out of the statistic."""
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        what = Concentration(statistic=self.statistic, layers=self.layers, sinks=self.sinks, heads=self.heads)
+        heads = "" if self.heads == "all" else f"/heads {'+'.join(map(str, self.heads))}"
+        return {f"concentration/{self.statistic}/{what.layers_name}/{self.sinks}{heads}": what}
+
+
+@gates.register("entropy")
+class EntropyGate(StatisticGate):
+    """Tokens that the policy is sure about, by the entropy of the distribution they are drawn from, retain more credit."""
+
+    rising: ClassVar[bool] = False
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        return {"token_entropy": TokenEntropy()}
+
+
+@gates.register("logprob")
+class LogprobGate(StatisticGate):
+    """A token whose predecessor was likely retains more credit. The token's own log-probability would know the token.
+
+    The first token of a response has no sampled predecessor and gets the middle of the gate.
+    """
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        return {"token_logprob": TokenLogprob()}
+
+    def _known(self, measured: Tensor, mask: Tensor, mean: float) -> Tensor:
+        from .functional import previous_step
+
+        return previous_step(measured, mask, first=mean)
+
+
+@gates.register("hidden_change")
+class HiddenChangeGate(StatisticGate):
+    """A token emitted from a hidden state close to the one before retains more credit; a jump holds it up."""
+
+    distance: Literal["cosine", "relative"] = "cosine"
+    """1 - cosine, or the norm of the difference over the norm of the earlier state."""
+    layers: Literal["last_half", "last_quarter", "all"] | tuple[int, ...] = "last_half"
+    """Layers averaged over."""
+
+    rising: ClassVar[bool] = False
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        what = HiddenChange(distance=self.distance, layers=self.layers)
+        return {f"hidden_change/{self.distance}/{what.layers_name}": what}
+
+
+@gates.register("profile")
+class ProfileGate(Gate):
+    """A fixed curve over the tokens since the response began: nothing is learnt, nothing of the forward is read.
+
+    The place is absolute, because how long a response will be is not known while it is written.
+    """
+
+    start: float = Field(0.97, gt=0, le=1)
+    """Discount at the first token."""
+    end: float = Field(1.0, gt=0, le=1)
+    """Discount far into the response."""
+    shape: Literal["exponential", "linear", "step"] = "exponential"
+    """From start to end: closer by a factor e every `tokens`, evenly over `tokens`, or at once after `tokens`."""
+    tokens: float = Field(32.0, gt=0, le=1e6)
+    """The scale of the curve."""
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        from .functional import position_curve
+
+        return position_curve(rollout.mask, self.start, self.end, self.shape, self.tokens).to(rollout.rewards.dtype)
+
+
+@gates.register("turn")
+class TurnGate(Gate):
+    """One discount within a turn, and another where credit crosses into an earlier turn.
+
+    The crossing is charged at a later turn's first token, since a turn's last token is known to be its last only afterwards.
+    """
+
+    within: float = Field(1.0, gt=0, le=1)
+    """Discount at every other token."""
+    boundary: float = Field(0.9, gt=0, le=1)
+    """Discount at the first token of every turn but the first."""
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        from .functional import turn_starts
+
+        starts = turn_starts(rollout.mask)
+        later = starts & (starts.long().cumsum(1) > 1)
+        return rollout.rewards.new_full(rollout.rewards.shape, self.within).masked_fill(later, self.boundary)
+
+
+class _Several(Gate):
+    """A gate made of others."""
+
+    parts: list[Annotated[Gate, gates]] = Field(default=[AttentionGate(), EntropyGate()], min_length=1)
+    """The gates."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset().union(*(gate.needs for gate in self.parts))
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        return {name: what for gate in self.parts for name, what in gate.statistics.items()}
+
+
+@gates.register("product")
+class ProductGate(_Several):
+    """The product of several gates: each takes its share of the credit."""
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        import torch
+
+        return torch.stack([gate(rollout) for gate in self.parts]).prod(0)
+
+
+@gates.register("mixture")
+class MixtureGate(_Several):
+    """The weighted mean of several gates."""
+
+    weights: list[Annotated[float, Field(gt=0, le=1e6)]] | None = None
+    """One for each gate; they are divided by their sum. null weighs all alike."""
+
+    @model_validator(mode="after")
+    def _one_each(self) -> MixtureGate:
+        if self.weights is not None and len(self.weights) != len(self.parts):
+            raise ValueError(f"{len(self.weights)} weights for {len(self.parts)} gates: give one for each, or null")
+        return self
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        weights = self.weights or [1.0] * len(self.parts)
+        parts = [weight / sum(weights) * gate(rollout) for weight, gate in zip(weights, self.parts, strict=True)]
+        return sum(parts[1:], parts[0]).clamp(max=1.0)
 
 
 class _Control(Gate):
@@ -114,7 +254,7 @@ class _Control(Gate):
         return self.of.needs
 
     @property
-    def statistics(self) -> dict[str, Concentration]:
+    def statistics(self) -> dict[str, Statistic]:
         return self.of.statistics
 
 

@@ -1,0 +1,177 @@
+"""Other uses of the policy's attention, to compare Comp-GAE with: they reweight rewards or advantages, and are no gates.
+
+All look at attention that later tokens pay, which a discount must not know and a weight of an advantage may.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from cct.rollout import Credit, Forward, Rollout, Statistic
+
+from .base import Transport, transports
+from .gae import LambdaTrace
+from .group import GRPO
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class OutcomeAttention(Statistic):
+    """Attention that the last token of a response pays to each of its tokens, averaged over heads and layers.
+
+    One query per response: no more memory than the keys.
+    """
+
+    reads: ClassVar[frozenset[str]] = frozenset({"attention"})
+
+    def measure(self, forward: Forward) -> Tensor:
+        import torch
+
+        length = forward.attention_mask.shape[1]
+        last = length - 1 - forward.attention_mask.flip(1).argmax(1)
+        layers = [forward.attention[layer].of_query(last).mean(1) for layer in self.layer_indices(forward.n_layers)]
+        return forward.emitted(torch.stack(layers).mean(0))
+
+
+class Preplan(Statistic):
+    """How far back the query that emits a token looks: its mean distance, in tokens, no key counting for more than `window`.
+
+    Cost: the attention of each layer written out once more for the response's queries, 256 at a time.
+    """
+
+    window: int = Field(64, ge=1, le=1_000_000)
+    """Distance beyond which a key counts as this far."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"attention"})
+
+    def measure(self, forward: Forward) -> Tensor:
+        import torch
+
+        rows_of, length = forward.attention_mask.shape
+        position = torch.arange(length, device=forward.attention_mask.device)
+        distance = torch.zeros(rows_of, length, device=position.device)
+        layers = self.layer_indices(forward.n_layers)
+        for layer in layers:
+            for rows, probabilities in forward.attention[layer].blocks(start=length - forward.width - 1):
+                back = (position[rows].unsqueeze(1) - position).clamp(0, self.window)
+                distance[:, rows] += (probabilities.mean(1) * back).sum(-1) / len(layers)
+        return forward.emitting(distance)
+
+
+class Anchor(Statistic):
+    """How much of their attention later tokens pay to a token, on average over those `near` to `far` tokens after it.
+
+    0 where none is left. Cost as of `Preplan`. It knows the rest of the response.
+    """
+
+    near: int = Field(4, ge=1, le=1_000_000)
+    """Tokens right behind, which attend to it for being near, are left out up to here."""
+    far: int = Field(64, ge=1, le=1_000_000)
+    """The last one that counts."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"attention"})
+
+    def measure(self, forward: Forward) -> Tensor:
+        import torch
+
+        tokens = forward.attention_mask.bool()
+        length = tokens.shape[1]
+        position = torch.arange(length, device=tokens.device)
+        received, queries = torch.zeros(2, *tokens.shape, device=tokens.device)
+        layers = self.layer_indices(forward.n_layers)
+        for layer in layers:
+            for rows, probabilities in forward.attention[layer].blocks(start=length - forward.width):
+                lag = position[rows].unsqueeze(1) - position
+                counts = (lag >= self.near) & (lag <= self.far) & tokens[:, rows].unsqueeze(2)
+                received += (probabilities.mean(1) * counts).sum(1)
+                queries += counts.sum(1)
+        return forward.emitted(received / queries.clamp(min=1))
+
+
+@transports.register("abc")
+class AttentionBasedCredit(LambdaTrace):
+    """The outcome spread over tokens by the last token's attention, then GAE (attention-based credit, Chan et al. 2024).
+
+    There the attention is the reward model's; here it is the policy's own, since rewards may come from a verifier.
+    """
+
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token."""
+    beta: float = Field(0.5, ge=0, le=1)
+    """Share of the response's reward that is spread; the rest stays where it was given."""
+    layers: Literal["last_half", "last_quarter", "all"] | tuple[int, ...] = (-1,)
+    """Layers averaged over."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"values", "attention"})
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        what = OutcomeAttention(layers=self.layers)
+        return {f"outcome_attention/{what.layers_name}": what}
+
+    def __call__(self, rollout: Rollout) -> Credit:
+        from .functional import redistribute
+
+        (name,) = self.statistics
+        spread = redistribute(rollout.rewards, rollout.stats[name], rollout.mask, self.beta)
+        return Credit(*self._gae(rollout.replace(rewards=spread), self.gamma, self.lam, self.lam_value))
+
+
+@transports.register("rhythm")
+class Rhythm(Transport):
+    """Another transport's advantages, amplified at preplan or anchor tokens of the policy's attention (Li et al. 2025).
+
+    The measures follow that work's, windowed distance and attention from later tokens, over all heads of the chosen layers;
+    it chooses heads by how local they are.
+    """
+
+    of: Annotated[Transport, transports] = GRPO()
+    """The transport whose advantages they are."""
+    measure: Literal["preplan", "anchor"] = "anchor"
+    """preplan: tokens for which the policy looked far back. anchor: tokens that later ones look back at."""
+    share: float = Field(0.4, gt=0, le=1)
+    """Part of each response's tokens, those of largest measure, that is amplified."""
+    factor: float = Field(1.5, ge=0, le=100)
+    """What their advantages are multiplied by."""
+    layers: Literal["last_half", "last_quarter", "all"] | tuple[int, ...] = "last_quarter"
+    """Layers averaged over; each costs its attention written out once more."""
+    near: int = Field(4, ge=1, le=1_000_000)
+    """anchor: queries at least so many tokens later count."""
+    far: int = Field(64, ge=1, le=1_000_000)
+    """anchor: queries at most so many tokens later count. preplan: no key counts as farther."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Rhythm:
+        if self.near > self.far:
+            raise ValueError(f"near ({self.near}) must not exceed far ({self.far})")
+        return self
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.of.needs | {"attention"}
+
+    @property
+    def _own(self) -> tuple[str, Statistic]:
+        if self.measure == "preplan":
+            what: Statistic = Preplan(layers=self.layers, window=self.far)
+            return f"preplan/{what.layers_name}/{self.far}", what
+        what = Anchor(layers=self.layers, near=self.near, far=self.far)
+        return f"anchor/{what.layers_name}/{self.near}-{self.far}", what
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        name, what = self._own
+        return self.of.statistics | {name: what}
+
+    def __call__(self, rollout: Rollout) -> Credit:
+        from .functional import largest_share
+
+        credit = self.of(rollout)
+        chosen = largest_share(rollout.stats[self._own[0]].detach(), rollout.mask, self.share)
+        return replace(credit, advantages=credit.advantages.where(~chosen, self.factor * credit.advantages))
