@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cct.geometry.functional import aggregation_weights, correction_weights
+from cct.geometry.functional import aggregation_weights, correction_weights, kl_estimate
 from cct.policy.engines import Engine
 from cct.policy.generation import EngineError
 from cct.recipe import Recipe
@@ -39,7 +39,8 @@ class Minibatch:
     loss_weights: Tensor  # [B, T] of the policy's loss, by the geometry's aggregation and correction
     token_weights: Tensor  # [B, T] 1 / tokens of the minibatch: of the critic's loss and of metrics
     advantages: Tensor  # [B, T]
-    logprobs: Tensor  # [B, T] of the behaviour policy
+    logprobs: Tensor  # [B, T] of the behaviour policy, which the ratio is to
+    marked: Tensor | None  # [B, T] tokens that the geometry chose from the whole minibatch
     reference_logprobs: Tensor | None
     value_targets: Tensor | None  # [B, T]
     trace: Trace | None = None  # set: the critic learns from it; None: the policy learns
@@ -121,11 +122,13 @@ class Collector:
         rollout = self._tensors([rows[index] for index in order], seed("transport"))
         shares = [self._rows_of(Ranks(rank, ranks.world), len(rows)) for rank in range(ranks.world)]
         rollout, traces = self._read(rollout, shares, ranks)
+        scores = rollout.scores  # of the evidence alone
+        rollout, cost = self._kl_in_reward(rollout)
         stage("transport")
         credit = recipe.transport(rollout)
         self._check(rollout, credit, iteration)
         updates = self._updates(rollout, credit, traces, shares[ranks.rank], iteration, seed("minibatches"))
-        metrics = self._metrics(rollout, credit)
+        metrics = self._metrics(rollout, credit, scores) | cost
         stage("update")
         metrics |= {f"evidence/{name}": float(count) for name, count in errors.items()}
         metrics |= {
@@ -198,6 +201,15 @@ class Collector:
             read = read.replace(values=values[:, :-1], bootstrap=after * rollout.truncated)
         return read, [reading.trace for reading in readings if reading.trace is not None]
 
+    def _kl_in_reward(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
+        """Each token pays its KL to the reference policy, with `geometry.kl_in_reward`; and the mean of what was estimated."""
+        geometry, reference = self.recipe.geometry, rollout.reference_logprobs
+        if not geometry.kl_in_reward or reference is None:
+            return rollout, {}
+        kl = kl_estimate(rollout.logprobs, reference, rollout.mask, geometry.kl_estimator or "k1")
+        mean = float(masked_mean_std(kl, rollout.mask)[0])
+        return rollout.replace(rewards=rollout.rewards - geometry.kl_in_reward * kl), {"train/reference_kl": mean}
+
     def _check(self, rollout: Rollout, credit: Credit, iteration: int) -> None:
         where, transport = f"in iteration {iteration}", f"transport '{self.recipe.transport.use}'"
         if credit.advantages.shape != rollout.mask.shape:
@@ -223,6 +235,15 @@ class Collector:
         loss_weights = torch.cat([aggregation_weights(m, geometry.aggregation, constant=geometry.constant) for m in masks])
         loss_weights = loss_weights * self._correction(rollout)[1]
         token_weights = torch.cat([aggregation_weights(m) for m in masks])
+        old = rollout.rollout_logprobs if geometry.ratio_to == "engine" else rollout.logprobs
+        assert old is not None
+        chosen = [
+            geometry.mark(*parts, derive_seed(seed, "mark", number))
+            for number, parts in enumerate(
+                zip(*(x.split(training.minibatch_size) for x in (old, credit.advantages, rollout.mask)), strict=True)
+            )
+        ]
+        marked = torch.cat([part for part in chosen if part is not None]) if None not in chosen else None
         chunks = mine.split(training.rows_per_forward)
 
         def micro(index: int, trace: Trace | None) -> Minibatch:
@@ -235,7 +256,8 @@ class Collector:
                 loss_weights[rows],
                 token_weights[rows],
                 credit.advantages[rows],
-                rollout.logprobs[rows],
+                old[rows],
+                take(marked),
                 take(rollout.reference_logprobs),
                 take(credit.value_targets),
                 trace,
@@ -256,12 +278,12 @@ class Collector:
             rollout.logprobs, rollout.rollout_logprobs, rollout.mask, g.correction, g.correction_level, g.correction_bound
         )
 
-    def _metrics(self, rollout: Rollout, credit: Credit) -> dict[str, float]:
+    def _metrics(self, rollout: Rollout, credit: Credit, scores: Tensor) -> dict[str, float]:
         mask, tokens = rollout.mask, rollout.attention_mask[:, rollout.prompt_width :].sum(1).float()
         mean = lambda x: float(masked_mean_std(x, mask)[0])  # noqa: E731
         kept = rollout.valid
         metrics = {
-            "train/reward": float(rollout.scores[kept].mean()) if bool(kept.any()) else 0.0,
+            "train/reward": float(scores[kept].mean()) if bool(kept.any()) else 0.0,
             "train/length": float(tokens.mean()),
             "train/tokens": float(tokens.sum()),
             "train/truncated": float(rollout.truncated.float().mean()),

@@ -161,8 +161,9 @@ class CreditModule(LightningModule):
 
     def _policy_loss(self, batch: Minibatch) -> torch.Tensor:
         reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1])
+        chosen = () if batch.marked is None else (batch.marked,)
         per_token, metrics = self.recipe.geometry(
-            reading.logprobs, batch.logprobs, batch.advantages, batch.mask, batch.reference_logprobs
+            reading.logprobs, batch.logprobs, batch.advantages, batch.mask, batch.reference_logprobs, *chosen
         )
         loss = (batch.loss_weights * per_token).sum()
         self._finite(loss, f"geometry '{self.recipe.geometry.use}' (loss)")

@@ -22,6 +22,9 @@ class _Trace(Transport):
     """Trace decay of the advantage: 1 trusts the outcome, 0 trusts the critic."""
     lam_value: float = Field(1.0, ge=0, le=1)
     """Trace decay of the value target; 1 fits the critic to the (gated) Monte-Carlo return."""
+    target: Literal["kernel", "ungated"] = "kernel"
+    """Discount of the value target: the advantage's own, or none. A critic of ungated returns that bootstraps through a
+    discount below 1 makes every TD error about -(1 - g) V too small."""
     gap: Literal["carry", "decay", "cut"] = "carry"
     """What tokens that the policy did not emit do to credit that crosses them: nothing, decay it, stop it."""
     whiten: bool = True
@@ -31,20 +34,30 @@ class _Trace(Transport):
     def needs(self) -> frozenset[str]:
         return frozenset({"values"})
 
+    @property
+    def whitens(self) -> Literal["token", "sequence"] | None:
+        return "token" if self.whiten else None
+
     def _credit(self, rollout: Rollout, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
         from .functional import gated_gae, whiten
 
         assert rollout.values is not None
-        advantages, targets = gated_gae(
-            rollout.rewards,
-            rollout.values,
-            rollout.mask,
-            gamma=gamma,
-            lam=self.lam,
-            lam_value=self.lam_value,
-            bootstrap=rollout.bootstrap,
-            gap=self.gap,
-        )
+
+        def estimate(gamma: float | Tensor) -> tuple[Tensor, Tensor]:
+            return gated_gae(
+                rollout.rewards,
+                rollout.values,
+                rollout.mask,
+                gamma=gamma,
+                lam=self.lam,
+                lam_value=self.lam_value,
+                bootstrap=rollout.bootstrap,
+                gap=self.gap,
+            )
+
+        advantages, targets = estimate(gamma)
+        if self.target == "ungated":
+            targets = estimate(1.0)[1]
         return (whiten(advantages, rollout.mask) if self.whiten else advantages), targets
 
 

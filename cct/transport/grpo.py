@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from cct.rollout import Credit, Rollout
@@ -21,6 +23,10 @@ class GRPO(Transport):
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"groups"})
+
+    @property
+    def grain(self) -> Literal["token", "sequence"]:
+        return "sequence"
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import group_advantage
