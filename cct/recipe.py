@@ -221,7 +221,8 @@ class Recipe(Knobs):
                 (
                     "generation",
                     f"top_p ({self.generation.top_p}) or top_k ({self.generation.top_k}) leaves tokens out, so the trainer's "
-                    "ratios are not of the distribution sampled from; set geometry.correction to truncate or mask, or geometry.ratio_to to engine",
+                    "ratios are not of the distribution sampled from; set geometry.correction to truncate or mask, or "
+                    "geometry.ratio_to to engine",
                 )
             )
         if self.training.processes % self.generation.processes_per_engine:
@@ -287,8 +288,8 @@ class Recipe(Knobs):
             problems.append(
                 (
                     "geometry.correction",
-                    f"'{geometry.correction}' weighs by trainer over engine, which a ratio to the engine holds already, so that "
-                    "it would count twice; set ratio_to to trainer, which keeps the correction, or correction to none",
+                    f"'{geometry.correction}' weighs by trainer over engine, which a ratio to the engine holds already, and "
+                    "would count twice; set ratio_to to trainer, which keeps the correction, or correction to none",
                 )
             )
         return problems

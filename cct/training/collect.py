@@ -237,12 +237,8 @@ class Collector:
         token_weights = torch.cat([aggregation_weights(m) for m in masks])
         old = rollout.rollout_logprobs if geometry.ratio_to == "engine" else rollout.logprobs
         assert old is not None
-        chosen = [
-            geometry.mark(*parts, derive_seed(seed, "mark", number))
-            for number, parts in enumerate(
-                zip(*(x.split(training.minibatch_size) for x in (old, credit.advantages, rollout.mask)), strict=True)
-            )
-        ]
+        minibatches = zip(*(x.split(training.minibatch_size) for x in (old, credit.advantages, rollout.mask)), strict=True)
+        chosen = [geometry.mark(*parts[:3], derive_seed(seed, "mark", number)) for number, parts in enumerate(minibatches)]
         marked = torch.cat([part for part in chosen if part is not None]) if None not in chosen else None
         chunks = mine.split(training.rows_per_forward)
 

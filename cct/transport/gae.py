@@ -41,12 +41,13 @@ class _Trace(Transport):
     def _credit(self, rollout: Rollout, gamma: float | Tensor) -> tuple[Tensor, Tensor]:
         from .functional import gated_gae, whiten
 
-        assert rollout.values is not None
+        values = rollout.values
+        assert values is not None
 
         def estimate(gamma: float | Tensor) -> tuple[Tensor, Tensor]:
             return gated_gae(
                 rollout.rewards,
-                rollout.values,
+                values,
                 rollout.mask,
                 gamma=gamma,
                 lam=self.lam,
