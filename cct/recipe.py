@@ -284,6 +284,14 @@ class Recipe(Knobs):
                     f"(kl_coef {geometry.kl_coef}); set one of them to 0",
                 )
             )
+        if geometry.kl_in_reward and self.critic is not None and self.critic.bounded:
+            problems.append(
+                (
+                    "geometry.kl_in_reward",
+                    f"takes returns out of the range of the evidence, which critic '{self.critic.use}' cannot leave; set its "
+                    "output to scalar, or use kl_coef, the KL in the loss",
+                )
+            )
         if geometry.correction != "none" and geometry.ratio_to == "engine":
             problems.append(
                 (

@@ -44,6 +44,9 @@ LEAST: dict[tuple[str, str], dict[str, Any]] = {
 # Besides the defaults, knobs far from them.
 OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("critic", "tac"): {"depth": 4, "memory": 0, "output": "scalar"},
+    ("critic", "group_mean"): {"of": {"use": "mini_critics", "count": 3}, "weight": 0.0},
+    ("critic", "mini_critics"): {"of": {"use": "value_head", "output": "two_hot"}, "count": 4},
+    ("critic", "value_head"): {"output": "hl_gauss", "bins": 21, "value_clip": 0.2},
     ("evidence", "exact_match"): {"weight": -0.5, "on_error": "drop", "ignore_case": True},
     ("evidence", "format"): {"pattern": "b", "match": "contains"},
     ("evidence", "math_verify"): {"workers": 0, "time_limit": None, "on_error": "fail"},
@@ -53,6 +56,10 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("gate", "attention"): {"half_life": [16, 256], "layers": [0, -1], "sign": -1, "match_gamma": 0.99, "sinks": 2},
     ("gate", "constant"): {"of": {"use": "attention", "statistic": "renyi2"}},
     ("gate", "shuffle"): {"of": {"use": "position", "of": {"use": "attention", "low": 0.5}}},
+    ("geometry", "clip_cov"): {"share": 0.1, "covariance_low": 0.1},
+    ("geometry", "dppo"): {"divergence": "kl", "bound": 0.01},
+    ("geometry", "gspo"): {"kl_in_reward": 0.1, "ratio_to": "engine"},
+    ("geometry", "topr"): {"level": "token"},
     ("geometry", "ppo_clip"): {"dual_clip": 3.0, "kl_coef": 0.1, "aggregation": "sequence_mean"},
     ("policy", "scratch"): {"warm_start": {"steps": 7}, "heads": 4, "kv_heads": 2},
     ("task", "chain_arithmetic"): {"noisy_operands": [1, 2], "operators": "*"},
@@ -60,7 +67,7 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("task", "parquet"): {"path": "a", "held_out_path": "b", "template": "{q}?", "answer_pattern": "#(.*)"},
     ("task", "reasoning_gym"): {"datasets": [{"name": "gcd", "weight": 2}, {"name": "lcm", "config": {"max_value": 9}}]},
     ("transport", "comp_gae"): {"gate": {"use": "swap"}, "gap": "cut", "lam": 0.5, "whiten": False},
-    ("transport", "gae"): {"gamma": 0.9, "lam_value": 0.0},
+    ("transport", "gae"): {"gamma": 0.9, "lam_value": 0.0, "target": "ungated"},
     ("transport", "grpo"): {"std": False},
 }
 each_component = pytest.mark.parametrize("axis, name", SHIPPED, ids=[f"{axis}-{name}" for axis, name in SHIPPED])

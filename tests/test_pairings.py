@@ -68,3 +68,17 @@ def test_whitening_over_tokens_of_one_number_per_response_is_refused(tmp_path):
 
     found = the_problem(over(tmp_path, "transport: pairing_whitened", NO_CRITIC))
     assert "pairing_whitened" in found and "whiten over responses" in found
+
+
+def test_the_kl_in_rewards_takes_returns_out_of_a_bounded_critic_s_reach(tmp_path):
+    geometry = "geometry: {kl_in_reward: 0.1}\n"
+    for critic in ("tac", "{use: mini_critics}", "{use: group_mean, of: {use: standard, output: hl_gauss}}"):
+        found = the_problem(over(tmp_path, f"{geometry}critic: {critic}"))
+        assert "range of the evidence" in found and "scalar" in found and "kl_coef" in found
+    for critic in ("{use: tac, output: scalar}", "{use: group_mean, of: {use: tac, output: scalar}}"):
+        assert load_recipe(over(tmp_path, f"{geometry}critic: {critic}")).geometry.kl_in_reward == 0.1
+
+
+def test_a_group_mean_needs_a_group(tmp_path):
+    text = "critic: group_mean\ntraining: {responses_per_prompt: 1, minibatch_size: 16}"
+    assert "'group_mean' compares responses" in the_problem(over(tmp_path, text))

@@ -61,7 +61,7 @@ class Sample:
 class Iteration:
     """What one round of sampling gave."""
 
-    rollout: Rollout
+    rollout: Rollout  # as the transport saw it
     credit: Credit
     updates: list[Minibatch]
     samples: list[Sample]
@@ -125,8 +125,13 @@ class Collector:
         scores = rollout.scores  # of the evidence alone
         rollout, cost = self._kl_in_reward(rollout)
         stage("transport")
-        credit = recipe.transport(rollout)
+        credit, seen = recipe.transport(rollout), rollout
         self._check(rollout, credit, iteration)
+        if recipe.critic is not None and credit.value_targets is not None:
+            other = recipe.critic.baseline(rollout, credit.value_targets)
+            if other is not None:
+                credit, seen = recipe.transport(other), other
+                self._check(seen, credit, iteration)
         updates = self._updates(rollout, credit, traces, shares[ranks.rank], iteration, seed("minibatches"))
         metrics = self._metrics(rollout, credit, scores) | cost
         stage("update")
@@ -141,7 +146,7 @@ class Collector:
             Sample(row.prompt.text, row.response.text, sum(row.rewards), advantage[number], row.response.finished)
             for number, row in enumerate(rows[: recipe.logging.samples])
         ]
-        return Iteration(rollout, credit, updates, samples, metrics)
+        return Iteration(seen, credit, updates, samples, metrics)
 
     def _rows_of(self, ranks: Ranks, count: int) -> Tensor:
         """Row numbers that a rank reads and learns from: its part of every minibatch."""
@@ -238,7 +243,7 @@ class Collector:
         old = rollout.rollout_logprobs if geometry.ratio_to == "engine" else rollout.logprobs
         assert old is not None
         minibatches = zip(*(x.split(training.minibatch_size) for x in (old, credit.advantages, rollout.mask)), strict=True)
-        chosen = [geometry.mark(*parts[:3], derive_seed(seed, "mark", number)) for number, parts in enumerate(minibatches)]
+        chosen = [geometry.mark(o, a, m, derive_seed(seed, "mark", number)) for number, (o, a, m) in enumerate(minibatches)]
         marked = torch.cat([part for part in chosen if part is not None]) if None not in chosen else None
         chunks = mine.split(training.rows_per_forward)
 
@@ -309,6 +314,8 @@ class Collector:
                 "critic/explained_variance_of_target": explained_variance(rollout.values, credit.value_targets, mask),
                 "critic/value": mean(rollout.values),
             }
+        if "value_disagreement" in rollout.stats:
+            metrics["critic/disagreement"] = mean(rollout.stats["value_disagreement"])
         return metrics
 
     def update_moments(self, rollout: Rollout) -> None:
