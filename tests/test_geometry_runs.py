@@ -83,7 +83,8 @@ def test_the_kl_is_each_token_s_cost_before_the_transport(estimator):
 
 
 def test_a_run_with_the_kl_in_rewards_reports_it(tmp_path):
-    knobs = ["training.learning_rate=1.0e-2", "evidence.0.pattern=(.)", "training.iterations=3", "geometry.kl_in_reward=0.5"]
+    knobs = ["training.learning_rate=1.0e-2", "evidence.0.pattern=(.)", "geometry.kl_in_reward=0.5"]
+    knobs += ["training.iterations=3", "training.responses_per_prompt=16"]
     kl = [e["train/reference_kl"] for e in read_metrics(run(tiny("grpo", *knobs), tmp_path)) if "train/reference_kl" in e]
     assert len(kl) == 3 and kl[0] == 0 and kl[-1] != 0
 
