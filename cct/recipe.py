@@ -226,12 +226,13 @@ class Recipe(Knobs):
             for place, part in self.parts.items()
             if isinstance(part, Transport) and 2 <= each < part.least_responses
         ]
-        if self.generation.truncates and self.geometry.correction == "none":
+        if self.generation.truncates and self.geometry.correction == "none" and self.geometry.ratio_to == "trainer":
             problems.append(
                 (
                     "generation",
                     f"top_p ({self.generation.top_p}) or top_k ({self.generation.top_k}) leaves tokens out, so the trainer's "
-                    "ratios are not of the distribution sampled from; set geometry.correction to truncate or mask",
+                    "ratios are not of the distribution sampled from; set geometry.correction to truncate or mask, or "
+                    "geometry.ratio_to to engine",
                 )
             )
         if self.training.processes % self.generation.processes_per_engine:
@@ -242,6 +243,7 @@ class Recipe(Knobs):
                     f"{self.training.processes} of training.devices x training.nodes",
                 )
             )
+        problems += self._ill_matched()
         if self.reward_bounds[0] >= self.reward_bounds[1]:
             problems.append(("evidence", "all evidence has weight 0, so every reward is the same; give one a weight"))
         if self.critic is not None and not any("values" in part.needs for part in self.parts.values()):
@@ -261,6 +263,54 @@ class Recipe(Knobs):
                 ],
             )
         return self
+
+    def _ill_matched(self) -> list[tuple[str, str]]:
+        """Pairs that would run and silently mean something else, with what would keep the meaning."""
+        geometry, transport = self.geometry, self.transport
+        problems = []
+        if transport.grain == "token" and geometry.grain == "sequence":
+            able = [name for name in geometries.names() if geometries[name].grain == "token" and name != geometry.token_form]
+            form = [f"{geometry.token_form}, its token form"] if geometry.token_form else []
+            problems.append(
+                (
+                    "geometry",
+                    f"'{geometry.use}' averages advantages over each response, which would erase the credit that transport "
+                    f"'{transport.use}' gives to single tokens; these keep it: {', '.join([*form, *able])}",
+                )
+            )
+        if transport.grain == "sequence" and transport.whitens == "token":
+            problems.append(
+                (
+                    "transport",
+                    f"'{transport.use}' gives one number per response and whitens over tokens, where a long response counts as "
+                    "often as it has tokens; whiten over responses, or not at all",
+                )
+            )
+        if geometry.kl_coef and geometry.kl_in_reward:
+            problems.append(
+                (
+                    "geometry.kl_in_reward",
+                    f"the KL to the starting policy would count twice, in rewards ({geometry.kl_in_reward}) and in the loss "
+                    f"(kl_coef {geometry.kl_coef}); set one of them to 0",
+                )
+            )
+        if geometry.kl_in_reward and self.critic is not None and self.critic.bounded:
+            problems.append(
+                (
+                    "geometry.kl_in_reward",
+                    f"takes returns out of the range of the evidence, which critic '{self.critic.use}' cannot leave; set its "
+                    "output to scalar, or use kl_coef, the KL in the loss",
+                )
+            )
+        if geometry.correction != "none" and geometry.ratio_to == "engine":
+            problems.append(
+                (
+                    "geometry.correction",
+                    f"'{geometry.correction}' weighs by trainer over engine, which a ratio to the engine holds already, and "
+                    "would count twice; set ratio_to to trainer, which keeps the correction, or correction to none",
+                )
+            )
+        return problems
 
     @staticmethod
     def _unmet(part: Component, need: str) -> str:

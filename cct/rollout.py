@@ -240,6 +240,7 @@ class Trace:
     token_logprobs: Tensor  # [B, S], log-probability of the token AT this position; 0 in the prompt
     entropy: Tensor  # [B, S], entropy of the distribution that emitted the token AT this position; 0 in the prompt
     concentration: dict[int, Tensor] = field(default_factory=dict)  # layer -> [B, H, S], where the critic reads it
+    values: Tensor | None = None  # the critic's then, index t read before token t: [B, T + 1], or of each critic [B, T + 1, n]
 
 
 @dataclass

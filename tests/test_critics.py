@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from conftest import eager_twin, padded, tiny_model
+from conftest import eager_twin, make_mask, make_rollout, padded, tiny_model
+from pydantic import ValidationError
 from torch import nn
 from torch.testing import assert_close
 
 from cct.critic import critics
+from cct.critic.functional import group_mean, hl_gauss, prompt_numbers, two_hot
 from cct.rollout import Trace
 from cct.training.agent import Agent
 
 PROMPTS, RESPONSES = [[3, 4, 5, 6, 7], [8], [9, 10, 11]], [[12, 13, 14, 15], [16, 17, 18, 19, 3, 4, 1], [5]]
 BOUNDS = (-1.0, 2.0)
+NAN = float("nan")
 
 CRITICS = {
     "standard": {"use": "standard"},
@@ -24,6 +29,14 @@ CRITICS = {
     "tac-no-attention": {"use": "tac", "width": 16, "borrow_attention": False},
     "tac-no-concentration": {"use": "tac", "width": 16, "concentration": False},
     "tac-hidden-states-only": {"use": "tac", "width": 16, "concentration": False, "borrow_attention": False, "memory": 0},
+    "tac-ladder": {"use": "tac", "width": 16, "ladder": [1, -1]},
+    "hl_gauss": {"use": "tac", "width": 16, "output": "hl_gauss", "bins": 11},
+    "two_hot": {"use": "value_head", "width": 16, "output": "two_hot", "bins": 7},
+    "standard-hl_gauss": {"use": "standard", "output": "hl_gauss"},
+    "mini_critics": {"use": "mini_critics", "of": {"use": "tac", "width": 16, "depth": 1}, "count": 3},
+    "mini_critics-two_hot": {"use": "mini_critics", "of": {"use": "value_head", "width": 16, "output": "two_hot", "bins": 7}},
+    "mini_critics-ladder": {"use": "mini_critics", "of": {"use": "tac", "width": 16, "depth": 2, "ladder": [2, 3]}},
+    "group_mean": {"use": "group_mean", "of": {"use": "tac", "width": 16}},
     **{f"tac-depth-{depth}": {"use": "tac", "width": 16, "depth": depth} for depth in (1, 2, 3, 4)},
 }
 each_critic = pytest.mark.parametrize("knobs", CRITICS.values(), ids=CRITICS.keys())
@@ -132,7 +145,9 @@ def test_bounded_values_stay_in_the_range_of_rewards(knobs):
         for parameter in agent.critic.parameters():
             parameter.mul_(30)
     got = values(agent, *padded(PROMPTS, RESPONSES))
-    if knobs.get("output") == "scalar":
+    if knobs["use"] == "mini_critics":  # of which some say one end and some the other
+        assert got.min() >= -1 and got.max() <= 2 and (got - 0.5).abs().max() > 0.4
+    elif knobs.get("output") == "scalar":
         assert got.abs().max() > 2
     else:
         assert got.min() >= -1 and got.max() <= 2 and (got - 0.5).abs().max() > 1.49
@@ -146,8 +161,8 @@ def test_values_start_in_the_middle_or_near_it(knobs):
     assert (start - (0 if knobs.get("output") == "scalar" else 0.5)).abs().max() < 0.8
 
 
-def head_of(output: str):
-    return critics["value_head"](output=output).build(tiny_model(), BOUNDS).head
+def head_of(output: str, **knobs):
+    return critics["value_head"](output=output, **knobs).build(tiny_model(), BOUNDS).head
 
 
 @pytest.mark.parametrize("output", ["bounded", "scalar"])
@@ -173,6 +188,186 @@ def test_losses_by_hand():
     )  # beyond the range: its end
     assert_close(scalar.loss(torch.tensor([1.0, 3.0]), torch.tensor([0.0, 7.0])), torch.tensor([0.5, 8.0]))
     assert_close(scalar.value(far), far)
+
+
+# --- bins -----------------------------------------------------------------------------------------
+TARGETS = torch.linspace(-1, 2, 61, dtype=torch.float64)
+
+
+def test_two_hot_by_hand():
+    atoms = torch.tensor([-1.0, 0.0, 1.0, 2.0])
+    got = two_hot(torch.tensor([-1.0, 0.25, 1.0, 2.0, -9.0, 9.0]), atoms)
+    expected = [[1, 0, 0, 0], [0, 0.75, 0.25, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 1]]
+    assert_close(got, torch.tensor(expected, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("bins", [2, 7, 51])
+def test_the_mean_of_a_two_hot_target_is_the_target(bins):
+    atoms = torch.linspace(-1, 2, bins, dtype=torch.float64)
+    got = two_hot(TARGETS, atoms)
+    assert_close((got * atoms).sum(1), TARGETS)
+    assert_close(got.sum(1), torch.ones_like(TARGETS))
+    assert got.min() >= 0 and (got > 1e-12).sum(1).max() <= 2
+
+
+def test_hl_gauss_by_hand():
+    """Bins [-0.5, 0.5] and [0.5, 1.5], target 0.5, deviation 1: half and half. Target 0, deviation 0.5: 1 and 3 deviations."""
+    atoms = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert_close(hl_gauss(torch.tensor(0.5, dtype=torch.float64), atoms, 1.0), torch.tensor([0.5, 0.5], dtype=torch.float64))
+    inner, all_of_it = 0.6826894921, (0.6826894921 + 0.9973002039) / 2  # within 1 deviation; from -1 to 3
+    expected = torch.tensor([inner / all_of_it, 1 - inner / all_of_it], dtype=torch.float64)
+    assert_close(hl_gauss(torch.tensor(0.0, dtype=torch.float64), atoms, 0.5), expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("bins", [2, 7, 51])
+def test_an_hl_gauss_target_sums_to_1_and_keeps_its_mean_up_to_the_ends(bins):
+    head = head_of("hl_gauss", bins=bins)
+    assert head.outputs == bins + 6
+    atoms = head.atoms(TARGETS).double()
+    assert atoms[3].item() == pytest.approx(-1.0) and atoms[-4].item() == pytest.approx(2.0)
+    got = hl_gauss(TARGETS, atoms, 0.75 * head.width)
+    assert_close(got.sum(1), torch.ones_like(TARGETS))
+    assert_close((got * atoms).sum(1), TARGETS, atol=1e-5 * head.width, rtol=0)
+
+
+@pytest.mark.parametrize("output", ["hl_gauss", "two_hot"])
+@pytest.mark.parametrize("target", [-1.0, -0.3, 0.0, 1.99, 2.0, 7.0])
+def test_bins_learn_the_target(output, target):
+    """Gradient descent on the loss ends where the value is the target, or the end of the range."""
+    head = head_of(output, bins=11)
+    raw, goal = torch.zeros(head.outputs, requires_grad=True), torch.tensor(target)
+    optimizer = torch.optim.Adam([raw], lr=0.1)
+    for _ in range(600):
+        optimizer.zero_grad()
+        head.loss(raw, goal).backward()
+        optimizer.step()
+    assert head.value(raw).item() == pytest.approx(min(target, 2.0), abs=0.02)
+
+
+def test_the_loss_of_bins_by_hand():
+    head = head_of("two_hot", bins=4)
+    assert_close(head.loss(torch.zeros(2, 4), torch.tensor([0.3, 1.0])), torch.full((2,), 4.0).log())
+    raw = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
+    assert_close(head.loss(raw, torch.tensor(0.25)), -torch.tensor(0.75 * math.log(0.2) + 0.25 * math.log(0.3)))
+    assert head.value(raw).item() == pytest.approx(-0.1 + 0.3 + 0.8)
+
+
+# --- value clipping -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "value, target, loss, gradient",  # the old value is 1, the clip 0.5
+    [
+        (1.2, 3.0, 0.5 * 1.8**2, -1.8),  # within the clip
+        (2.0, 3.0, 0.5 * 1.5**2, 0.0),  # as if it had stayed at 1.5
+        (2.0, 0.0, 0.5 * 2.0**2, 2.0),  # it went the wrong way
+        (0.0, -1.0, 0.5 * 1.5**2, 0.0),
+        (2.0, 1.6, 0.5 * 0.4**2, 0.4),  # beyond its target: the clipped one is nearer
+    ],
+)
+def test_value_clipping_by_hand(value, target, loss, gradient):
+    head, raw = head_of("scalar", value_clip=0.5), torch.tensor([value], requires_grad=True)
+    got = head.loss(raw, torch.tensor([target]), old=torch.tensor([1.0]))
+    got.sum().backward()
+    assert got.item() == pytest.approx(loss) and raw.grad.item() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize("output", ["bounded", "hl_gauss", "two_hot"])
+def test_value_clipping_stops_distributions_where_it_stops_scalars(output):
+    head = head_of(output, value_clip=0.25)
+    shape = (1,) if head.outputs == 1 else (1, head.outputs)
+    for target, old, stopped in ((1.9, 0.0, True), (1.9, 0.4, False), (-0.9, 1.0, True), (-0.9, 0.0, False)):
+        raw = torch.zeros(shape, requires_grad=True)  # the value is 0.5
+        loss = head.loss(raw, torch.tensor([target]), old=torch.tensor([old]))
+        loss.sum().backward()
+        assert raw.grad.eq(0).all() == stopped
+        assert_close(loss, head_of(output).loss(raw, torch.tensor([target])))
+
+
+def test_without_a_clip_old_values_change_nothing():
+    head, raw = head_of("scalar"), torch.tensor([2.0])
+    assert torch.equal(head.loss(raw, torch.tensor([3.0]), old=torch.tensor([1.0])), head.loss(raw, torch.tensor([3.0])))
+
+
+# --- mini-critics ---------------------------------------------------------------------------------
+def test_the_value_is_the_mean_of_the_mini_critics_and_their_deviation_a_statistic():
+    agent = make_agent(CRITICS["mini_critics"])
+    ids, mask, width = padded(PROMPTS, RESPONSES)
+    with torch.no_grad():
+        reading = agent(ids, mask, width, with_critic=True)
+        each = torch.stack([tower.head.value(tower(reading.trace)[:, -width - 1 :]) for tower in agent.critic.members], 2)
+    assert_close(reading.values, each.mean(2))
+    assert_close(reading.stats["value_disagreement"], each.std(2, correction=0)[:, :-1])
+    assert reading.stats["value_disagreement"].min() > 1e-4
+    assert_close(reading.trace.values, each)
+
+
+@pytest.mark.parametrize("name", ["mini_critics", "mini_critics-two_hot"])
+def test_each_mini_critic_learns_from_its_own_prompts_alone(name):
+    agent = make_agent(CRITICS[name])
+    ids, mask, width = padded(PROMPTS, RESPONSES)
+    trace, count = agent(ids, mask, width, with_critic=True).trace, len(agent.critic.members)
+    prompts = torch.tensor([7 * count + 1, 1, 5 * count])  # of critic 1, 1 and 0
+    raw = agent.values(trace, width)[0][:, :-1]
+    target = torch.full((3, width), 0.3)
+    losses = agent.critic.head.loss(raw, target, prompts=prompts)
+    for row, member in enumerate([1, 1, 0]):
+        assert_close(losses[row], agent.critic.members[member].head.loss(raw[row, :, member], target[row]))
+    losses[:2].sum().backward()
+    for number, tower in enumerate(agent.critic.members):
+        grads = [parameter.grad for parameter in tower.parameters()]
+        assert all(g is None or g.eq(0).all() for g in grads) == (number != 1)
+
+
+def test_a_prompt_has_one_number_wherever_it_stands():
+    prompts = [[3, 4, 5], [5, 4, 3], [3, 4], [3, 4, 5, 6], [4, 4, 5]]
+    ids, mask, _ = padded(prompts, [[7]] * 5)
+    wider, wider_mask, _ = padded(prompts[::-1], [[7]] * 5, left=9)
+    numbers = prompt_numbers(ids[:, :-1], mask[:, :-1])
+    assert numbers.unique().numel() == 5 and numbers.min() >= 0
+    assert torch.equal(prompt_numbers(wider[:, :-1], wider_mask[:, :-1]).flip(0), numbers)
+    other = ids.masked_fill(mask == 0, 9)
+    assert torch.equal(prompt_numbers(other[:, :-1], mask[:, :-1]), numbers)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_prompts_are_shared_out_evenly(count):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 150_000, (3000, 12), generator=generator)
+    shares = torch.bincount(prompt_numbers(ids, torch.ones_like(ids)) % count, minlength=count) / 3000
+    assert (shares - 1 / count).abs().max() < 0.04
+
+
+# --- group mean -----------------------------------------------------------------------------------
+def test_the_group_mean_leaves_the_response_s_own_target_out():
+    x, groups = torch.tensor([1.0, 2.0, 6.0, NAN, 5.0, 4.0]), torch.tensor([8, 8, 8, 8, 3, 2])
+    valid = torch.tensor([True, True, True, False, True, True])
+    mean, known = group_mean(x, groups, valid)
+    assert known.tolist() == [True, True, True, True, False, False]
+    assert mean.tolist() == [4.0, 3.5, 1.5, 3.0, 0.0, 0.0]
+    mean, known = group_mean(x, groups, valid, leave_one_out=False)
+    assert mean.tolist() == [3.0, 3.0, 3.0, 3.0, 5.0, 4.0] and known.all()
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
+def test_values_between_the_group_s_mean_and_the_critic_s(weight):
+    rollout = make_rollout(mask=make_mask("0111", "1100", "1111", "0000"), groups=torch.tensor([0, 0, 1, 1]))
+    rollout = rollout.replace(truncated=torch.tensor([True, False, True, False]), bootstrap=torch.tensor([0.2, 0.0, 0.4, 0.0]))
+    targets = torch.tensor([[NAN, 0.7, 9.0, 9.0], [0.3, 9.0, NAN, NAN], [0.5, 9.0, 9.0, 9.0], [NAN] * 4])
+    got = critics["group_mean"](weight=weight).baseline(rollout, targets)
+    assert_close(got.values[0], weight * rollout.values[0] + (1 - weight) * 0.3)
+    assert_close(got.values[1], weight * rollout.values[1] + (1 - weight) * 0.7)
+    assert_close(got.values[2], rollout.values[2])  # alone: the other one was dropped
+    assert got.bootstrap.tolist() == pytest.approx([weight * 0.2 + (1 - weight) * 0.3, 0.0, 0.4, 0.0])
+
+
+def test_only_some_critics_stand_in_others():
+    mini, mean = critics["mini_critics"], critics["group_mean"]
+    assert mean(of=mini()).provides == {"values", "disagreement"} and mean(of=mini()).needs == {"groups"}
+    for make in (lambda: mini(of=mini()), lambda: mini(of=mean()), lambda: mean(of=mean())):
+        with pytest.raises(ValidationError, match="critics|weights"):
+            make()
+    assert critics["tac"]().bounded and mini().bounded and mean().bounded
+    scalar = critics["tac"](output="scalar")
+    assert not any(part.bounded for part in (scalar, mini(of=scalar), mean(of=scalar), mean(of=mini(of=scalar))))
 
 
 # --- TAC ------------------------------------------------------------------------------------------
@@ -236,6 +431,17 @@ def test_tac_reads_a_ladder_of_layers_up_to_the_last():
     assert [build(depth=depth).reads_hidden for depth in (1, 2, 4)] == [(8,), (4, 8), (2, 4, 6, 8)]
     assert build(depth=2).reads_attention == (3, 7)  # the attention of the layers whose output it reads
     assert build(borrow_attention=False, concentration=False).reads_attention == ()
+
+
+def test_the_ladder_names_the_layers():
+    actor = tiny_model(layers=8)
+    tower = critics["tac"](width=16, depth=3, ladder=(1, 5, -1)).build(actor, BOUNDS)
+    assert tower.reads_hidden == (1, 5, 8) and tower.reads_attention == (0, 4, 7) and len(tower.blocks) == 3
+    with pytest.raises(ValidationError, match="3 layers.*depth"):
+        critics["tac"](ladder=(1, 2, 3))
+    for ladder in ((0, 1), (1, 9), (-9, 1)):
+        with pytest.raises(ValueError, match="8 layers"):
+            critics["tac"](ladder=ladder).build(actor, BOUNDS)
 
 
 def test_tac_is_small_and_the_standard_critic_is_another_actor():

@@ -223,12 +223,16 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         (
             "transport: gea",
             "transport",
-            ["no transport is called 'gea'", "did you mean 'gae'?", "there are: comp_gae, "],
+            ["no transport is called 'gea'", "did you mean 'gae'?", "there are: abc, comp_gae, "],
         ),
         ("transport: {use: gea, lam: 1}", "transport", ["no transport is called 'gea'", "did you mean 'gae'?"]),
         ("transport: {gate: {use: shuffel}}", "transport.gate", ["no gate is called 'shuffel'", "did you mean 'shuffle'?"]),
         ("evidence: [exact_match, exact]", "evidence.1", ["no evidence is called 'exact'", "there are: exact_match"]),
-        ("critic: none", "critic", ["no critic is called 'none'", "there are: standard, tac, value_head"]),
+        (
+            "critic: none",
+            "critic",
+            ["no critic is called 'none'", "there are: group_mean, mini_critics, standard, tac, value_head"],
+        ),
         ("task: {lam: 1, use:}", "task", ["a name or a mapping with the key 'use'", "chain_arithmetic, datasets"]),
         ("task: [chain_arithmetic]", "task", ["a name or a mapping with the key 'use'"]),
         ("geometry: 3", "geometry", ["a name or a mapping with the key 'use'", "ppo_clip"]),

@@ -4,27 +4,65 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import Field
+
 from cct.registry import Component, Registry
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from .towers import Tower
+    from cct.rollout import Rollout
+
+    from .towers import Head, Tower
 
 
 class Critic(Component):
     """Predicts, at each position, the return of the response from there on."""
 
-    output: Literal["bounded", "scalar"] = "bounded"
-    """bounded: a sigmoid over the range that the evidence can give, trained by cross-entropy. scalar: linear, squared error."""
-
     @property
     def provides(self) -> frozenset[str]:
         return frozenset({"values"})
 
+    @property
+    def bounded(self) -> bool:
+        """Whether its values cannot leave the range of rewards that the evidence gives."""
+        return False
+
     def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> Tower:
         """The torch module for this actor; bounds: least and greatest reward of a response."""
         raise NotImplementedError
+
+    def baseline(self, rollout: Rollout, targets: Tensor) -> Rollout | None:
+        """The rollout with what the transport is to read in place of the critic's values; None for just these.
+
+        targets: [B, T], the value targets that the transport gave to these values.
+        """
+        return None
+
+
+class SingleCritic(Critic):
+    """A critic with one output per position, and the choice of its kind."""
+
+    output: Literal["bounded", "scalar", "hl_gauss", "two_hot"] = "bounded"
+    """bounded: a sigmoid over the range that the evidence can give, trained by cross-entropy. scalar: linear, squared error.
+    hl_gauss, two_hot: a distribution over bins of that range, trained towards a normal around the target (Farebrother et al.
+    2024) or towards the target's two neighbours (MuZero, DreamerV3)."""
+    bins: int = Field(51, ge=2, le=4096)
+    """Of hl_gauss and two_hot: values from the least to the greatest reward; hl_gauss adds three beyond each end."""
+    value_clip: float | None = Field(None, gt=0, le=1000)
+    """No gradient to a value that has moved farther than this, in units of reward, from where it was when the responses were
+    sampled, unless it went the wrong way (PPO2's value clipping); null for none. It slows a critic that should hurry."""
+
+    @property
+    def bounded(self) -> bool:
+        return self.output != "scalar"
+
+    def head(self, bounds: tuple[float, float]) -> Head:
+        """The torch side of these knobs."""
+        from .towers import make_head
+
+        return make_head(self.output, bounds, bins=self.bins, value_clip=self.value_clip)
 
 
 critics: Registry[Critic] = Registry("critic", Critic)

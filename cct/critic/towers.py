@@ -1,8 +1,10 @@
-"""The critics' torch modules. Each maps a `Trace` to raw outputs [B, S]; its head turns those into values and loss."""
+"""The critics' torch modules. Each maps a `Trace` to raw outputs, [B, S] or [B, S, outputs], of which its head makes values
+and a loss; those of an ensemble are stacked after S."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,22 +14,126 @@ from transformers import PreTrainedModel
 
 from cct.rollout import Attention, Trace
 
+from .functional import PAD_BINS, SIGMA_IN_BINS, hl_gauss, two_hot
+
 
 class Head:
-    """From raw outputs to values, and the loss against targets, elementwise."""
+    """From raw outputs to values, and the loss against targets; this one is linear, with half the squared error.
 
-    def __init__(self, output: str, bounds: tuple[float, float]):
-        self.bounded, (self.low, self.high) = output == "bounded", bounds
+    outputs: raw numbers per value. clip: see `loss`.
+    """
+
+    outputs = 1
+
+    def __init__(self, value_clip: float | None = None):
+        self.clip = value_clip
 
     def value(self, raw: Tensor) -> Tensor:
-        return self.low + (self.high - self.low) * raw.sigmoid() if self.bounded else raw
+        """Values [...] of raw outputs, [...] or [..., outputs]."""
+        return raw
 
-    def loss(self, raw: Tensor, target: Tensor) -> Tensor:
-        """bounded: cross-entropy of the target's place in the range (equal to its entropy at best). scalar: half the square."""
-        if not self.bounded:
-            return 0.5 * (raw - target).square()
+    def fit(self, raw: Tensor, target: Tensor) -> Tensor:
+        """Loss [...] against targets [...], without clipping."""
+        return 0.5 * (raw - target).square()
+
+    def held(self, value: Tensor, target: Tensor, loss: Tensor) -> Tensor:
+        """What a value held back costs; no gradient."""
+        return 0.5 * (value - target).square()
+
+    def loss(self, raw: Tensor, target: Tensor, old: Tensor | None = None, prompts: Tensor | None = None) -> Tensor:
+        """Loss [...] against targets [...].
+
+        old: values [...] when the responses were sampled. With a clip c it is the larger one of the loss and
+        that of old + clip(V - old, -c, c), as PPO2 has it (Dhariwal et al. 2017), so no gradient where the latter is.
+        prompts: number of each row's prompt [B], for an ensemble to divide.
+        """
+        loss = self.fit(raw, target)
+        if self.clip is None or old is None:
+            return loss
+        value = self.value(raw.detach())
+        kept = old + (value - old).clamp(-self.clip, self.clip)
+        behind = (kept - target).abs() > (value - target).abs()
+        return torch.where(behind, self.held(kept, target, loss.detach()), loss)
+
+    def members(self, raw: Tensor) -> Tensor:
+        """Values of which the clip counts: of each critic by itself."""
+        return self.value(raw)
+
+    def statistics(self, raw: Tensor) -> dict[str, Tensor]:
+        """Further statistics of the rollout, [B, S], by name."""
+        return {}
+
+
+class BoundedHead(Head):
+    """A sigmoid over a range, trained by the cross-entropy of the target's place in it (equal to its entropy at best)."""
+
+    def __init__(self, bounds: tuple[float, float], value_clip: float | None = None):
+        super().__init__(value_clip)
+        self.low, self.high = bounds
+
+    def value(self, raw: Tensor) -> Tensor:
+        return self.low + (self.high - self.low) * raw.sigmoid()
+
+    def fit(self, raw: Tensor, target: Tensor) -> Tensor:
         place = ((target - self.low) / (self.high - self.low)).clamp(0, 1)
         return F.binary_cross_entropy_with_logits(raw, place, reduction="none")
+
+    def held(self, value: Tensor, target: Tensor, loss: Tensor) -> Tensor:
+        return loss
+
+
+class BinnedHead(BoundedHead):
+    """A distribution over bins, trained by cross-entropy towards `hl_gauss` or `two_hot` targets; its mean is the value."""
+
+    def __init__(self, output: str, bounds: tuple[float, float], bins: int, value_clip: float | None = None):
+        super().__init__(bounds, value_clip)
+        self.gauss, self.width = output == "hl_gauss", (self.high - self.low) / (bins - 1)
+        self.pad = PAD_BINS if self.gauss else 0
+        self.bins, self.outputs = bins, bins + 2 * self.pad
+
+    def atoms(self, like: Tensor) -> Tensor:
+        """The bins' middles [outputs], in float32 as values are."""
+        steps = torch.arange(-self.pad, self.bins + self.pad, device=like.device, dtype=torch.float32)
+        return self.low + self.width * steps
+
+    def value(self, raw: Tensor) -> Tensor:
+        return (raw.float().softmax(-1) * self.atoms(raw)).sum(-1).clamp(self.low, self.high)
+
+    def fit(self, raw: Tensor, target: Tensor) -> Tensor:
+        target, atoms = target.clamp(self.low, self.high), self.atoms(raw)
+        wanted = hl_gauss(target, atoms, SIGMA_IN_BINS * self.width) if self.gauss else two_hot(target, atoms)
+        return -(wanted * raw.float().log_softmax(-1)).sum(-1)
+
+
+class EnsembleHead(Head):
+    """Several critics of one kind, stacked in dimension 2 of raw outputs. The value is their mean."""
+
+    def __init__(self, one: Head, count: int):
+        super().__init__(one.clip)
+        self.one, self.count = one, count
+
+    def members(self, raw: Tensor) -> Tensor:
+        return self.one.value(raw)
+
+    def value(self, raw: Tensor) -> Tensor:
+        return self.members(raw).mean(2)
+
+    def statistics(self, raw: Tensor) -> dict[str, Tensor]:
+        return {"value_disagreement": self.members(raw).std(2, correction=0)}
+
+    def loss(self, raw: Tensor, target: Tensor, old: Tensor | None = None, prompts: Tensor | None = None) -> Tensor:
+        """Of each row, the loss of the critic that its prompt belongs to; of all, on average, where no prompts are given."""
+        each = self.one.loss(raw, target.unsqueeze(2).expand(*target.shape, self.count), old)
+        if prompts is None:
+            return each.mean(2)
+        return each.gather(2, (prompts % self.count).view(-1, 1, 1).expand(*target.shape, 1)).squeeze(2)
+
+
+def make_head(output: str, bounds: tuple[float, float], *, bins: int = 51, value_clip: float | None = None) -> Head:
+    """The head of a critic's `output`."""
+    if output == "scalar":
+        return Head(value_clip)
+    return BoundedHead(bounds, value_clip) if output == "bounded" else BinnedHead(output, bounds, bins, value_clip)
 
 
 class Tower(nn.Module):
@@ -41,12 +147,30 @@ class Tower(nn.Module):
     reads_attention: tuple[int, ...] = ()
     reads_concentration: tuple[int, ...] = ()
 
-    def __init__(self, output: str, bounds: tuple[float, float]):
+    def __init__(self, head: Head):
         super().__init__()
-        self.head = Head(output, bounds)
+        self.head = head
 
     def forward(self, trace: Trace) -> Tensor:
         raise NotImplementedError
+
+    def shaped(self, raw: Tensor) -> Tensor:
+        """[B, S, outputs] as the head reads it: [B, S] where there is one output."""
+        return raw.squeeze(2).float() if self.head.outputs == 1 else raw.float()
+
+
+class EnsembleTower(Tower):
+    """Several critics side by side."""
+
+    def __init__(self, members: Sequence[Tower]):
+        super().__init__(EnsembleHead(members[0].head, len(members)))
+        self.members = nn.ModuleList(members)
+        together = lambda name: tuple(sorted({layer for tower in members for layer in getattr(tower, name)}))  # noqa: E731
+        self.reads_hidden, self.reads_attention = together("reads_hidden"), together("reads_attention")
+        self.reads_concentration = together("reads_concentration")
+
+    def forward(self, trace: Trace) -> Tensor:
+        return torch.stack([tower(trace) for tower in self.members], 2)
 
 
 class TransportAlignedTower(Tower):
@@ -55,20 +179,19 @@ class TransportAlignedTower(Tower):
     def __init__(
         self,
         config: Any,
-        output: str,
-        bounds: tuple[float, float],
+        head: Head,
         *,
         width: int,
-        depth: int,
+        ladder: tuple[int, ...],
         memory: int,
         borrow: bool,
         concentration: bool,
     ):
-        super().__init__(output, bounds)
-        n_layers, heads = config.num_hidden_layers, config.num_attention_heads
+        super().__init__(head)
+        heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", heads)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.ladder = self.reads_hidden = tuple(max(1, round((i + 1) * n_layers / depth)) for i in range(depth))
+        self.ladder = self.reads_hidden = ladder
         layers = tuple(layer - 1 for layer in self.ladder)
         if borrow or concentration:
             self.reads_attention = layers
@@ -79,7 +202,7 @@ class TransportAlignedTower(Tower):
             Block(config.hidden_size, features, width, heads, kv_heads, head_dim, borrow, memory) for _ in self.ladder
         )
         self.norm = nn.LayerNorm(width)
-        self.out = nn.Linear(width, 1)
+        self.out = nn.Linear(width, head.outputs)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -91,7 +214,7 @@ class TransportAlignedTower(Tower):
         x = features.new_zeros(())
         for block, layer in zip(self.blocks, self.ladder, strict=True):
             x = block(x, trace.hidden_states[layer].float(), features, trace.attention.get(layer - 1), hidden)
-        return self.out(self.norm(x)).squeeze(2).float()
+        return self.shaped(self.out(self.norm(x)))
 
 
 class Block(nn.Module):
@@ -143,10 +266,10 @@ class Block(nn.Module):
 class StandardTower(Tower):
     """A second Transformer. Reads token ids only."""
 
-    def __init__(self, actor: PreTrainedModel, output: str, bounds: tuple[float, float]):
-        super().__init__(output, bounds)
+    def __init__(self, actor: PreTrainedModel, head: Head):
+        super().__init__(head)
         self.body = copy.deepcopy(actor.base_model)
-        self.out = nn.Linear(actor.config.get_text_config().hidden_size, 1)
+        self.out = nn.Linear(actor.config.get_text_config().hidden_size, head.outputs)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -155,16 +278,16 @@ class StandardTower(Tower):
         body = self.body(
             input_ids=trace.input_ids, attention_mask=trace.attention_mask, position_ids=position_ids, use_cache=False
         )
-        return self.out(body.last_hidden_state).squeeze(2).float()
+        return self.shaped(self.out(body.last_hidden_state))
 
 
 class HeadTower(Tower):
     """A small head on the actor's last hidden state."""
 
-    def __init__(self, config: Any, output: str, bounds: tuple[float, float], *, width: int):
-        super().__init__(output, bounds)
+    def __init__(self, config: Any, head: Head, *, width: int):
+        super().__init__(head)
         self.reads_hidden = (config.num_hidden_layers,)
-        self.layers = nn.Sequential(nn.Linear(config.hidden_size, width), nn.GELU(), nn.Linear(width, 1))
+        self.layers = nn.Sequential(nn.Linear(config.hidden_size, width), nn.GELU(), nn.Linear(width, head.outputs))
 
     def forward(self, trace: Trace) -> Tensor:
-        return self.layers(trace.hidden_states[self.reads_hidden[0]].float()).squeeze(2)
+        return self.shaped(self.layers(trace.hidden_states[self.reads_hidden[0]].float()))

@@ -7,20 +7,54 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import ppo_clip  # noqa: F401  (registration)
+from . import covariance, ppo_clip, sequence, weighted  # noqa: F401  (registration)
 from .base import Geometry, geometries
 
 if TYPE_CHECKING:
-    from .functional import aggregate, aggregation_weights, correction_weights, kl_estimate, ppo_clip_loss
+    from .functional import (
+        aggregate,
+        aggregation_weights,
+        cispo_loss,
+        clip_cov_loss,
+        correction_weights,
+        dppo_loss,
+        gmpo_loss,
+        gspo_loss,
+        gspo_token_loss,
+        kl_cov_loss,
+        kl_estimate,
+        kl_loss,
+        mark_some_covariances,
+        mark_top_covariances,
+        policy_gradient_loss,
+        ppo_clip_loss,
+        sapo_loss,
+        token_covariances,
+        topr_loss,
+    )
 
 __all__ = [
     "Geometry",
+    "geometries",
     "aggregate",
     "aggregation_weights",
+    "cispo_loss",
+    "clip_cov_loss",
     "correction_weights",
-    "geometries",
+    "dppo_loss",
+    "gmpo_loss",
+    "gspo_loss",
+    "gspo_token_loss",
+    "kl_cov_loss",
     "kl_estimate",
+    "kl_loss",
+    "mark_some_covariances",
+    "mark_top_covariances",
+    "policy_gradient_loss",
     "ppo_clip_loss",
+    "sapo_loss",
+    "token_covariances",
+    "topr_loss",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,15 +12,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_over_constant"]
+Grain = Literal["token", "sequence"]
 
 
 class Geometry(Component):
-    """Turns advantages into a loss per token."""
+    """Turns advantages into a loss per token. One of your own overrides `surrogate`."""
+
+    grain: ClassVar[Grain] = "token"
+    """token: each token's gradient follows its own advantage. sequence: advantages are averaged over a response first."""
+    token_form: ClassVar[str] = ""
+    """Of the grain sequence: the geometry nearest to it that keeps tokens."""
 
     aggregation: Aggregation = "token_mean"
     """Mean over all tokens, over responses of their means, or sums over responses divided by `constant`."""
     constant: float = Field(1024.0, gt=0)
     """Divisor per response of `sequence_sum_over_constant`, usually the length limit."""
+    ratio_to: Literal["trainer", "engine"] = "trainer"
+    """The old policy of the ratio: as the trainer's forward reads it, so that the ratio starts at 1, or as the engine sampled
+    from it, so that the ratio also corrects the engine, and clipping cuts what the two engines disagree on."""
     correction: Literal["none", "truncate", "mask"] = "none"
     """Weigh the loss by trainer's over engine's probability of what was sampled: capped at the bound, or 0 outside
     [1 / bound, bound] (Yao et al. 2025, truncated importance sampling). It corrects the engine, not the policy's own change."""
@@ -28,12 +37,57 @@ class Geometry(Component):
     """Whether each token has its own weight, or each response that of all its tokens together."""
     correction_bound: float = Field(2.0, gt=1, le=1000)
     """Greatest weight."""
+    kl_coef: float = Field(0.0, ge=0, le=100)
+    """Weight of the KL to the starting policy in the loss; 0 keeps no reference model."""
+    kl_in_reward: float = Field(0.0, ge=0, le=100)
+    """Weight of the KL to the starting policy as each token's cost, taken off the rewards before the transport; needs no
+    `kl_coef`, which would count it twice. Returns then leave the range of the evidence, so a critic's output must be scalar."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Per-token estimate of the KL (Schulman, "Approximating KL divergence"); null is k3 in the loss and k1 in rewards, the
+    one whose policy gradient is that of the KL. k2 and k3 in rewards, and the plain gradients of k1 and k3, are biased."""
+    kl_gradient: Literal["plain", "k2", "importance"] = "plain"
+    """Of the KL in the loss. plain: of the estimator as it is (GRPO); that of k1 is 0 on average, that of k3 the forward KL's.
+    k2: the estimator's value with the gradient of k2, right on policy. importance: of ratio times estimator, right off policy
+    as well for k1 and k3 (DeepSeek-V3.2)."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reference"}) if self.kl_coef or self.kl_in_reward else frozenset()
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss without KL, as `__call__`. Rows come in any number and any company: only whole responses are sure."""
+        raise NotImplementedError
+
+    def mark(self, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, seed: int) -> Tensor | None:
+        """Tokens [B, T] that `surrogate` treats apart, chosen from a whole minibatch's behaviour before it is divided.
+
+        Anything that compares responses belongs here: what a forward sees depends on micro-batches and processes.
+        """
+        return None
 
     def __call__(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, reference_logprobs: Tensor | None
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        reference_logprobs: Tensor | None,
+        marked: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """All [B, T]. Returns the loss per token [B, T], 0 where masked, and metrics per token [B, T]."""
-        raise NotImplementedError
+        """All [B, T]; marked: what `mark` chose, None for no token.
+
+        Returns the loss per token [B, T], 0 where masked, and metrics per token [B, T].
+        """
+        from .functional import kl_estimate, kl_loss
+
+        loss, metrics = self.surrogate(logprobs, old_logprobs, advantages, mask, marked)
+        if self.kl_coef and reference_logprobs is not None:
+            estimator = self.kl_estimator or "k3"
+            loss = loss + self.kl_coef * kl_loss(logprobs, old_logprobs, reference_logprobs, mask, estimator, self.kl_gradient)
+            metrics["reference_kl"] = kl_estimate(logprobs.detach(), reference_logprobs, mask, estimator)
+        return loss, metrics
 
 
 geometries: Registry[Geometry] = Registry("geometry", Geometry)

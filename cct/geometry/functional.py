@@ -13,6 +13,24 @@ from .base import Aggregation
 MAX_LOG_RATIO = 20.0
 
 
+def _ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithm and value of new over old probability, [B, T]; 0 and 1 where masked."""
+    log_ratio = (_at(mask, logprobs) - _at(mask, old_logprobs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio, log_ratio.exp()
+
+
+def _metrics(log_ratio: Tensor, cut: Tensor) -> dict[str, Tensor]:
+    """Detached metrics per token: `ratio`, `clip_fraction`, `approx_kl` (k3 of old to new policy)."""
+    log_ratio = log_ratio.detach()
+    ratio = log_ratio.exp()
+    return {"ratio": ratio, "clip_fraction": cut.detach().to(ratio.dtype), "approx_kl": ratio - 1 - log_ratio}
+
+
+def _response_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean over each response's tokens, [B, 1]; 0 for a response without. x is 0 where masked."""
+    return x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+
+
 def ppo_clip_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -29,21 +47,272 @@ def ppo_clip_loss(
     loss 0 and gradient 0 whatever stands there, NaN included. Returns the loss per token [B, T] and
     detached metrics per token: `ratio`, `clip_fraction`, `approx_kl` (k3 of old to new policy).
     Source: Schulman et al. 2017; dual clip: Ye et al. 2020; separate bounds: DAPO, Yu et al. 2025.
+    Pitfall: without dual_clip the loss of a negative advantage grows with the ratio without bound.
     """
-    log_ratio = (_at(mask, logprobs) - _at(mask, old_logprobs)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio, ratio = _ratio(logprobs, old_logprobs, mask)
     advantages = _at(mask, advantages)
-    ratio = log_ratio.exp()
     plain, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     surrogate = torch.minimum(plain, clipped)
     if dual_clip is not None:
         surrogate = torch.where(advantages < 0, torch.maximum(surrogate, dual_clip * advantages), surrogate)
-    with torch.no_grad():
-        metrics = {
-            "ratio": ratio.detach(),
-            "clip_fraction": (plain > clipped).to(ratio.dtype),
-            "approx_kl": ratio.detach() - 1 - log_ratio.detach(),
-        }
-    return -surrogate, metrics
+    return -surrogate, _metrics(log_ratio, plain > clipped)
+
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), the same at every token of a response.
+
+    s = exp(mean over the response of logprobs - old_logprobs); A the response's mean advantage. Arguments,
+    returns and masks as `ppo_clip_loss`; `ratio` is the token's own. Source: GSPO, Zheng et al. 2025.
+    Pitfall: averages advantages over the response, so that credit of single tokens is lost; bounds of
+    PPO's size never clip a geometric mean, whose changes are a hundred times smaller.
+    """
+    log_ratio, _ = _ratio(logprobs, old_logprobs, mask)
+    ratio, advantage = _response_mean(log_ratio, mask).exp(), _response_mean(_at(mask, advantages), mask)
+    plain, clipped = ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
+    surrogate = torch.minimum(plain, clipped).expand_as(log_ratio)
+    return _at(mask, -surrogate), _metrics(log_ratio, (plain > clipped) & mask)
+
+
+def gspo_token_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t) with s_t = sg(s) pi_t / sg(pi_t).
+
+    s as in `gspo_loss`, sg: no gradient. The value of s_t is the response's ratio, its gradient that of the
+    token's log-probability, so that each token keeps its own advantage; equal advantages give GSPO's
+    gradient. Arguments, returns and masks as `ppo_clip_loss`. Source: GSPO-token, Zheng et al. 2025.
+    Pitfall: where tokens of one response have advantages of both signs, one and the same s clips only one sign.
+    """
+    log_ratio, _ = _ratio(logprobs, old_logprobs, mask)
+    advantages, own = _at(mask, advantages), _at(mask, logprobs)
+    ratio = _response_mean(log_ratio, mask).exp().detach() * (own - own.detach()).exp()
+    plain, clipped = ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    return -torch.minimum(plain, clipped), _metrics(log_ratio, plain > clipped)
+
+
+def gmpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A exp(mean over the response of clipped log-ratios), the same at every token of a response.
+
+    A: the response's mean advantage. A log-ratio is capped at clip_high where A > 0 and at -clip_low from
+    below where A < 0. Arguments, returns and masks as `ppo_clip_loss`. Source: GMPO, Zhao et al. 2025, with
+    bounds (e^-0.4, e^0.4). Pitfall: bounds are of the logarithm; averages advantages over the response.
+    """
+    log_ratio, _ = _ratio(logprobs, old_logprobs, mask)
+    advantage = _response_mean(_at(mask, advantages), mask)
+    capped = torch.where(advantage > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    surrogate = (advantage * _response_mean(capped, mask).exp()).expand_as(log_ratio)
+    return _at(mask, -surrogate), _metrics(log_ratio, (capped != log_ratio) & (advantage != 0))
+
+
+def policy_gradient_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A log pi; old_logprobs only for the metrics. Arguments, returns and masks as `ppo_clip_loss`.
+
+    Source: REINFORCE, Williams 1992. Pitfall: unbiased only for samples of the present policy; its value
+    says nothing, since log pi is not around 1 as a ratio is.
+    """
+    log_ratio, _ = _ratio(logprobs, old_logprobs, mask)
+    return -_at(mask, advantages) * _at(mask, logprobs), _metrics(log_ratio, torch.zeros_like(mask))
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi; sg: no gradient.
+
+    Arguments, returns and masks as `ppo_clip_loss`. Every token keeps a gradient, its weight is bounded.
+    Source: MiniMax-M1, 2025; no lower bound there, and an upper one of 5 in ScaleRL, Khatri et al. 2025.
+    Pitfall: nothing stops a token that has already moved far, so many epochs drift.
+    """
+    log_ratio, ratio = _ratio(logprobs, old_logprobs, mask)
+    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
+    return -weight * _at(mask, advantages) * _at(mask, logprobs), _metrics(log_ratio, weight != ratio)
+
+
+def sapo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-(4 / tau) sigmoid(tau (rho - 1)) A, tau = tau_positive where A > 0 and tau_negative elsewhere.
+
+    The gradient is -rho A 4 p (1 - p) with p = sigmoid(tau (rho - 1)): that of the policy gradient at rho = 1,
+    fading on both sides. Arguments, returns and masks as `ppo_clip_loss`; `clip_fraction` is 0.
+    Source: SAPO, Gao et al. 2025. Pitfall: the value is -2 A / tau at rho = 1, not -A; a good token that
+    became rarer is pulled back less than by PPO.
+    """
+    log_ratio, ratio = _ratio(logprobs, old_logprobs, mask)
+    advantages = _at(mask, advantages)
+    tau = torch.where(advantages > 0, tau_positive, tau_negative)
+    return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, _metrics(log_ratio, torch.zeros_like(mask))
+
+
+def topr_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    level: Literal["sequence", "token"] = "sequence",
+    bound: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-w A log pi, with w = 1 where A > 0 and sg(min(rho, bound)) elsewhere.
+
+    rho: the product of the response's ratios, or the token's own. Arguments, returns and masks as
+    `ppo_clip_loss`. Source: TOPR, Le Roux et al. 2025. Pitfall: a product over a long response is soon
+    near 0, and then nothing bad is learnt from; good tokens have no bound at all, as in supervised learning.
+    """
+    log_ratio, _ = _ratio(logprobs, old_logprobs, mask)
+    advantages, raw = _at(mask, advantages), log_ratio.detach()
+    if level == "sequence":
+        raw = raw.sum(1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(raw)
+    tapered, bad = raw.exp().clamp(max=bound), advantages < 0
+    loss = -torch.where(bad, tapered, 1.0) * advantages * _at(mask, logprobs)
+    return loss, _metrics(log_ratio, bad & (tapered < raw.exp()))
+
+
+def dppo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    divergence: Literal["tv", "kl"] = "tv",
+    bound: float = 0.15,
+    ratio_bound: float = 20.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-M sg(min(rho, ratio_bound)) A log pi, M = 0 where the token moved on, the way A pushes it, beyond the bound.
+
+    With old and new probability q and p of the sampled token, D = |p - q| (tv) or
+    q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (kl): lower bounds of the divergences over the vocabulary.
+    M = 0 where D > bound and p > q, A > 0 or p < q, A < 0. Arguments, returns and masks as `ppo_clip_loss`;
+    `clip_fraction` is the share of M = 0. Source: DPPO, Qi et al. 2026 (its binary approximations).
+    Pitfall: the bound is of probabilities, so PPO's 0.2 is another size; rare tokens may change a hundredfold.
+    """
+    log_ratio, ratio = _ratio(logprobs, old_logprobs, mask)
+    advantages = _at(mask, advantages)
+    new, old = _at(mask, logprobs.detach()).exp(), _at(mask, old_logprobs).exp()
+    if divergence == "tv":
+        far = (new - old).abs() > bound
+    else:
+        rest = ((1 - old).clamp(min=1e-8) / (1 - new).clamp(min=1e-8)).log()
+        far = old * -log_ratio.detach() + (1 - old) * rest > bound
+    stopped = far & torch.where(advantages > 0, new > old, new < old) & (advantages != 0)
+    weight = ratio.detach().clamp(max=ratio_bound).masked_fill(stopped, 0.0)
+    return -weight * advantages * _at(mask, logprobs), _metrics(log_ratio, stopped)
+
+
+@torch.no_grad()
+def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """(log pi - its mean) (A - its mean) per token [B, T], means over the unmasked tokens given; 0 where masked.
+
+    Its mean is the covariance whose sign says whether a step raises or lowers the entropy (Cui et al. 2025).
+    """
+    count = mask.sum().clamp(min=1)
+
+    def centred(x: Tensor) -> Tensor:
+        x = _at(mask, x)
+        return _at(mask, x - x.sum() / count)
+
+    return centred(logprobs) * centred(advantages)
+
+
+@torch.no_grad()
+def mark_some_covariances(
+    logprobs: Tensor, advantages: Tensor, mask: Tensor, *, share: float, low: float, high: float, seed: int
+) -> Tensor:
+    """Draws `share` of all tokens, at least one, from those with a covariance in [low, high]; bool [B, T].
+
+    Over the tokens given: hand it a whole minibatch. Source: Clip-Cov, Cui et al. 2025.
+    """
+    covariance = token_covariances(logprobs, advantages, mask)
+    candidates = (mask & (covariance >= low) & (covariance <= high)).flatten().nonzero().squeeze(1)
+    count = min(len(candidates), max(1, int(share * int(mask.sum()))))
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed)).to(candidates.device)
+    marked = torch.zeros_like(mask).flatten()
+    marked[candidates[order[:count]]] = True
+    return marked.view_as(mask)
+
+
+@torch.no_grad()
+def mark_top_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, share: float) -> Tensor:
+    """The `share` of all tokens, at least one, with the highest covariance, where it is above 0; bool [B, T].
+
+    Over the tokens given: hand it a whole minibatch. Source: KL-Cov, Cui et al. 2025.
+    """
+    covariance = token_covariances(logprobs, advantages, mask)
+    count = min(mask.numel(), max(1, int(share * int(mask.sum()))))
+    marked = torch.zeros_like(mask).flatten()
+    marked[covariance.flatten().topk(count).indices] = True
+    return marked.view_as(mask) & (covariance > 0)
+
+
+def clip_cov_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    marked: Tensor | None,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo_clip_loss`, whose marked tokens count and have no gradient; further metric `marked`.
+
+    marked: bool [B, T] from `mark_some_covariances` over the whole minibatch; None for none.
+    Source: Clip-Cov, Cui et al. 2025, where the covariance is of the present policy over one forward.
+    """
+    loss, metrics = ppo_clip_loss(logprobs, old_logprobs, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+    held = torch.zeros_like(mask) if marked is None else marked & mask
+    return torch.where(held, loss.detach(), loss), metrics | {"marked": held.to(loss.dtype)}
+
+
+def kl_cov_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None, *, coef: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-rho A, and + coef |log rho| on marked tokens; further metric `marked`.
+
+    marked: bool [B, T] from `mark_top_covariances` over the whole minibatch; None for none.
+    Source: KL-Cov, Cui et al. 2025, with |log rho| for the KL as its authors' code has it.
+    Pitfall: the gradient of |log rho| has the size coef however near the policies are, and is 0 at rho = 1.
+    """
+    log_ratio, ratio = _ratio(logprobs, old_logprobs, mask)
+    held = torch.zeros_like(mask) if marked is None else marked & mask
+    loss = -ratio * _at(mask, advantages) + coef * held * log_ratio.abs()
+    return loss, _metrics(log_ratio, torch.zeros_like(mask)) | {"marked": held.to(loss.dtype)}
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, estimator: str = "k3") -> Tensor:
@@ -60,6 +329,34 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, esti
     if estimator == "k3":
         return (-d).exp() - 1 + d
     raise ValueError(f"estimator must be 'k1', 'k2' or 'k3'; got {estimator!r}")
+
+
+def kl_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    mask: Tensor,
+    estimator: str = "k3",
+    gradient: Literal["plain", "k2", "importance"] = "plain",
+) -> Tensor:
+    """`kl_estimate` [B, T] with the gradient named; 0 where masked.
+
+    plain: the estimator's own. For tokens of the policy, d = log pi - log pi_ref, the gradient of KL(pi || pi_ref) is
+    the mean of d grad log pi, which is k2's. k1's is grad log pi, 0 in the mean; k3's (1 - exp(-d)) grad log pi, that of
+    KL(pi_ref || pi). k2: value of the estimator, gradient of k2; right while the policy is the one that sampled.
+    importance: rho times the estimator with the gradient of both, that of the KL's mean over the old policy's samples;
+    right for k1 and k3 however far the policy has moved, with the variance of rho.
+    Sources: Schulman 2020; Tang and Munos 2025 (gradients); DeepSeek-V3.2, 2025 (importance). Raises ValueError on another.
+    """
+    estimate = kl_estimate(logprobs, reference_logprobs, mask, estimator)
+    if gradient == "plain":
+        return estimate
+    if gradient == "k2":
+        slope = kl_estimate(logprobs, reference_logprobs, mask, "k2")
+        return estimate.detach() + slope - slope.detach()
+    if gradient == "importance":
+        return _ratio(logprobs, old_logprobs, mask)[1] * estimate
+    raise ValueError(f"gradient must be 'plain', 'k2' or 'importance'; got {gradient!r}")
 
 
 def aggregation_weights(mask: Tensor, aggregation: Aggregation = "token_mean", *, constant: float = 1024.0) -> Tensor:

@@ -108,10 +108,14 @@ class Agent(nn.Module):
                 layer: self._concentration(opened.attention[layer], PER_HEAD) for layer in critic.reads_concentration
             },
         )
-        return Reading(logprobs, entropy, self.values(trace, width)[1], stats, trace)
+        raw, values = self.values(trace, width)
+        with torch.no_grad():
+            trace.values = critic.head.members(raw)
+            stats |= {name: statistic[:, :-1] for name, statistic in critic.head.statistics(raw).items()}
+        return Reading(logprobs, entropy, values, stats, trace)
 
     def values(self, trace: Trace, width: int) -> tuple[Tensor, Tensor]:
-        """The critic's raw outputs and values on a trace, [B, width + 1]; index t is read before token t."""
+        """The critic's raw outputs and values on a trace, [B, width + 1 (, ...)]; index t is read before token t."""
         assert self.critic is not None
         with self._precision(trace.input_ids):
             raw = self.critic(trace)[:, -width - 1 :].float()

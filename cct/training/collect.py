@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cct.geometry.functional import aggregation_weights, correction_weights
+from cct.geometry.functional import aggregation_weights, correction_weights, kl_estimate
 from cct.policy.engines import Engine, EngineError
 from cct.recipe import Recipe
 from cct.rollout import Credit, Rollout, Trace, derive_seed
@@ -40,7 +40,8 @@ class Minibatch:
     loss_weights: Tensor  # [B, T] of the policy's loss, by the geometry's aggregation and correction
     token_weights: Tensor  # [B, T] 1 / tokens of the minibatch: of the critic's loss and of metrics
     advantages: Tensor  # [B, T]
-    logprobs: Tensor  # [B, T] of the behaviour policy
+    logprobs: Tensor  # [B, T] of the behaviour policy, which the ratio is to
+    marked: Tensor | None  # [B, T] tokens that the geometry chose from the whole minibatch
     reference_logprobs: Tensor | None
     value_targets: Tensor | None  # [B, T]
     trace: Trace | None = None  # set: the critic learns from it; None: the policy learns
@@ -61,7 +62,7 @@ class Sample:
 class Iteration:
     """What one round of sampling gave."""
 
-    rollout: Rollout
+    rollout: Rollout  # as the transport saw it
     credit: Credit
     updates: list[Minibatch]
     samples: list[Sample]
@@ -130,11 +131,18 @@ class Collector:
             rollout = rollout.replace(greedy_scores=rollout.rewards.new_tensor(baselines)[rollout.groups])
         shares = [self._rows_of(Ranks(rank, ranks.world), len(rows)) for rank in range(ranks.world)]
         rollout, traces = self._read(rollout, shares, ranks)
+        scores = rollout.scores  # of the evidence alone
+        rollout, cost = self._kl_in_reward(rollout)
         stage("transport")
-        credit = recipe.transport(rollout)
+        credit, seen = recipe.transport(rollout), rollout
         self._check(rollout, credit, iteration)
+        if recipe.critic is not None and credit.value_targets is not None:
+            other = recipe.critic.baseline(rollout, credit.value_targets)
+            if other is not None:
+                credit, seen = recipe.transport(other), other
+                self._check(seen, credit, iteration)
         updates = self._updates(rollout, credit, traces, shares[ranks.rank], iteration, seed("minibatches"))
-        metrics = self._metrics(rollout, credit)
+        metrics = self._metrics(rollout, credit, scores) | cost
         stage("update")
         metrics |= {f"evidence/{name}": float(count) for name, count in errors.items()}
         metrics |= {f"time/{name}": after - before for (name, before), (_, after) in pairwise(clock)}
@@ -146,7 +154,7 @@ class Collector:
             Sample(row.prompt.text, row.response.text, sum(row.rewards), advantage[number], row.response.finished)
             for number, row in enumerate(rows[: recipe.logging.samples])
         ]
-        return Iteration(rollout, credit, updates, samples, metrics)
+        return Iteration(seen, credit, updates, samples, metrics)
 
     def _rows_of(self, ranks: Ranks, count: int) -> Tensor:
         """Row numbers that a rank reads and learns from: its part of every minibatch."""
@@ -206,6 +214,15 @@ class Collector:
             read = read.replace(values=values[:, :-1], bootstrap=after * rollout.truncated)
         return read, [reading.trace for reading in readings if reading.trace is not None]
 
+    def _kl_in_reward(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
+        """Each token pays its KL to the reference policy, with `geometry.kl_in_reward`; and the mean of what was estimated."""
+        geometry, reference = self.recipe.geometry, rollout.reference_logprobs
+        if not geometry.kl_in_reward or reference is None:
+            return rollout, {}
+        kl = kl_estimate(rollout.logprobs, reference, rollout.mask, geometry.kl_estimator or "k1")
+        mean = float(masked_mean_std(kl, rollout.mask)[0])
+        return rollout.replace(rewards=rollout.rewards - geometry.kl_in_reward * kl), {"train/reference_kl": mean}
+
     def _check(self, rollout: Rollout, credit: Credit, iteration: int) -> None:
         where, transport = f"in iteration {iteration}", f"transport '{self.recipe.transport.use}'"
         if credit.advantages.shape != rollout.mask.shape:
@@ -231,6 +248,11 @@ class Collector:
         loss_weights = torch.cat([aggregation_weights(m, geometry.aggregation, constant=geometry.constant) for m in masks])
         loss_weights = loss_weights * self._correction(rollout)[1]
         token_weights = torch.cat([aggregation_weights(m) for m in masks])
+        old = rollout.rollout_logprobs if geometry.ratio_to == "engine" else rollout.logprobs
+        assert old is not None
+        minibatches = zip(*(x.split(training.minibatch_size) for x in (old, credit.advantages, rollout.mask)), strict=True)
+        chosen = [geometry.mark(o, a, m, derive_seed(seed, "mark", number)) for number, (o, a, m) in enumerate(minibatches)]
+        marked = torch.cat([part for part in chosen if part is not None]) if None not in chosen else None
         chunks = mine.split(training.rows_per_forward)
 
         def micro(index: int, trace: Trace | None) -> Minibatch:
@@ -243,7 +265,8 @@ class Collector:
                 loss_weights[rows],
                 token_weights[rows],
                 credit.advantages[rows],
-                rollout.logprobs[rows],
+                old[rows],
+                take(marked),
                 take(rollout.reference_logprobs),
                 take(credit.value_targets),
                 trace,
@@ -264,12 +287,12 @@ class Collector:
             rollout.logprobs, rollout.rollout_logprobs, rollout.mask, g.correction, g.correction_level, g.correction_bound
         )
 
-    def _metrics(self, rollout: Rollout, credit: Credit) -> dict[str, float]:
+    def _metrics(self, rollout: Rollout, credit: Credit, scores: Tensor) -> dict[str, float]:
         mask, tokens = rollout.mask, rollout.attention_mask[:, rollout.prompt_width :].sum(1).float()
         mean = lambda x: float(masked_mean_std(x, mask)[0])  # noqa: E731
         kept = rollout.valid
         metrics = {
-            "train/reward": float(rollout.scores[kept].mean()) if bool(kept.any()) else 0.0,
+            "train/reward": float(scores[kept].mean()) if bool(kept.any()) else 0.0,
             "train/length": float(tokens.mean()),
             "train/tokens": float(tokens.sum()),
             "train/truncated": float(rollout.truncated.float().mean()),
@@ -299,6 +322,8 @@ class Collector:
                 "critic/explained_variance_of_target": explained_variance(rollout.values, credit.value_targets, mask),
                 "critic/value": mean(rollout.values),
             }
+        if "value_disagreement" in rollout.stats:
+            metrics["critic/disagreement"] = mean(rollout.stats["value_disagreement"])
         return metrics
 
     def update_moments(self, rollout: Rollout) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cct.critic.functional import prompt_numbers
 from cct.recipe import Recipe
 
 from .agent import Agent
@@ -152,8 +153,13 @@ class CreditModule(LightningModule):
             and self.recipe.critic is not None
             and self.agent.critic is not None
         )
-        raw = self.agent.values(batch.trace, batch.mask.shape[1])[0][:, :-1]
-        per_token = self.agent.critic.head.loss(raw.masked_fill(~batch.mask, 0.0), batch.value_targets)
+        mask, width = batch.mask, batch.mask.shape[1]
+        raw = self.agent.values(batch.trace, width)[0][:, :-1]
+        raw = raw.masked_fill(~mask.view(*mask.shape, *[1] * (raw.dim() - 2)), 0.0)
+        old = batch.trace.values[:, :-1] if batch.trace.values is not None else None
+        prompts = prompt_numbers(batch.input_ids[:, :-width], batch.attention_mask[:, :-width])
+        targets = batch.value_targets.masked_fill(~mask, 0.0)
+        per_token = self.agent.critic.head.loss(raw, targets, old, prompts).masked_fill(~mask, 0.0)
         loss = (batch.token_weights * per_token).sum()
         self._finite(loss, f"critic '{self.recipe.critic.use}' (loss)")
         self._count(**{"critic/loss": loss.detach(), "critic/batches": torch.ones(())})
@@ -161,8 +167,9 @@ class CreditModule(LightningModule):
 
     def _policy_loss(self, batch: Minibatch) -> torch.Tensor:
         reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1])
+        chosen = () if batch.marked is None else (batch.marked,)
         per_token, metrics = self.recipe.geometry(
-            reading.logprobs, batch.logprobs, batch.advantages, batch.mask, batch.reference_logprobs
+            reading.logprobs, batch.logprobs, batch.advantages, batch.mask, batch.reference_logprobs, *chosen
         )
         loss = (batch.loss_weights * per_token).sum()
         self._finite(loss, f"geometry '{self.recipe.geometry.use}' (loss)")

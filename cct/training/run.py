@@ -73,7 +73,10 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
     without_dropout(actor).train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(recipe.seed, "critic"))
-        critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
+        try:
+            critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
     reference = None
     if any("reference" in part.needs for part in recipe.parts.values()):
         reference = type(actor)(actor.config)

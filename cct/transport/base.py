@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from cct.registry import Component, Registry
 
@@ -18,6 +18,16 @@ class Transport(Component):
     def __call__(self, rollout: Rollout) -> Credit:
         """Advantages [B, T] (and value targets [B, T] where it has a use for a critic)."""
         raise NotImplementedError
+
+    @property
+    def grain(self) -> Literal["token", "sequence"]:
+        """token: advantages differ along a response. sequence: one number per response, on each of its tokens."""
+        return "token"
+
+    @property
+    def whitens(self) -> Literal["token", "sequence"] | None:
+        """What each counts once where advantages are shifted and scaled over the batch; None where they are not."""
+        return None
 
     @property
     def statistics(self) -> dict[str, Statistic]:

@@ -27,6 +27,10 @@ class CriticTrace(Transport):
     def needs(self) -> frozenset[str]:
         return frozenset({"values"})
 
+    @property
+    def whitens(self) -> Literal["token", "sequence"] | None:
+        return "token" if self.whiten else None
+
     def _finish(self, rollout: Rollout, advantages: Tensor) -> Tensor:
         from .functional import whiten
 
@@ -58,6 +62,15 @@ class LambdaTrace(CriticTrace):
     """Trace decay of the advantage: 1 trusts the outcome, 0 trusts the critic."""
     lam_value: float = Field(1.0, ge=0, le=1)
     """Trace decay of the value target; 1 fits the critic to the (gated) Monte-Carlo return."""
+    target: Literal["kernel", "ungated"] = "kernel"
+    """Discount of the value target: the advantage's own, or none. A critic of ungated returns that bootstraps through a
+    discount below 1 makes every TD error about -(1 - g) V too small."""
+
+    def _gae(
+        self, rollout: Rollout, gamma: float | Tensor, lam: float | Tensor, lam_value: float | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        advantages, targets = super()._gae(rollout, gamma, lam, lam_value)
+        return advantages, super()._gae(rollout, 1.0, lam, lam_value)[1] if self.target == "ungated" else targets
 
 
 @transports.register("gae")

@@ -49,6 +49,10 @@ class _Group(_CriticFree):
     def needs(self) -> frozenset[str]:
         return frozenset({"groups"})
 
+    @property
+    def grain(self) -> Literal["token", "sequence"]:
+        return "sequence"
+
     def _outcome(self, rollout: Rollout, **kinds: Any) -> Tensor:
         """`group_advantage`, [B], of the given kinds and this component's own knobs."""
         from .functional import group_advantage
@@ -233,6 +237,10 @@ class GRPOPassAtK(_CriticFree):
     """With `lead`, divide the sum of squares by n - ddof."""
 
     @property
+    def grain(self) -> Literal["token", "sequence"]:
+        return "sequence"
+
+    @property
     def needs(self) -> frozenset[str]:
         return frozenset({"groups"})
 
@@ -264,6 +272,10 @@ class GRPOLambda(GRPO):
     lam: float = Field(0.99, gt=0, le=1)
     """What one more token to the end leaves of the outcome."""
 
+    @property
+    def grain(self) -> Literal["token", "sequence"]:
+        return "token"
+
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import outcome_trace
 
@@ -282,6 +294,10 @@ class _Whitened(_CriticFree):
     """Keeps the division finite, as eps_at says."""
     eps_at: Literal["std", "variance", "floor"] = "std"
     """Add eps to the standard deviation, add it to the variance, or let the variance be no less."""
+
+    @property
+    def whitens(self) -> Literal["token", "sequence"] | None:
+        return "token" if self.unit == "tokens" else "sequence"
 
     def _whiten(self, advantages: Tensor, rollout: Rollout) -> Credit:
         from .functional import whiten
@@ -330,15 +346,23 @@ class ReinforcePPBaseline(_Whitened, _Group):
 
     c_i = s_i - mean of the group; A_it = (c_i - mean) / deviation, over all trainable tokens of the batch; [B, T], the
     same at each token of a response.
-    Source: arXiv 2501.03262. Defaults: ddof 0, eps 1e-8 added to the deviation.
+    Source: arXiv 2501.03262, which whitens over tokens, as `like` does. Defaults: over responses, ddof 0, eps 1e-8 added to the
+    deviation.
     Pitfall: over tokens the batch's mean is not 0 where right and wrong responses differ in length; it is subtracted once
-    more, so that groups of equal scores get a small advantage, too. `unit: responses` avoids that.
+    more, so that groups of equal scores get a small advantage, too.
     """
 
     # verl: core_algos.py, compute_reinforce_plus_plus_baseline_outcome_advantage. OpenRLHF: reinforce_baseline.
     presets = {"verl": {**_WHITEN["verl"], "single": "raw"}, "openrlhf": {**_WHITEN["openrlhf"], "single": "zero"}}
     like: Literal["verl", "openrlhf"] | None = None
     """Take unit, ddof, eps, eps_at and single from this framework; one that is given as well has to agree."""
+
+    unit: Literal["tokens", "responses"] = "responses"
+    """What counts as one in the batch's mean and deviation. Tokens, which let a long response weigh more, only by `like`."""
+
+    @property
+    def whitens(self) -> Literal["token", "sequence"] | None:
+        return super().whitens if self.like is None else None  # a framework's convention, asked for by its name
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import group_advantage
@@ -368,6 +392,10 @@ class ReMax(_CriticFree):
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"greedy"})
+
+    @property
+    def grain(self) -> Literal["token", "sequence"]:
+        return "token" if self.reward_to_go else "sequence"
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import greedy_advantage

@@ -32,6 +32,10 @@ class MonteCarlo(Transport):
     def needs(self) -> frozenset[str]:
         return frozenset({"values"} if self.baseline else ())
 
+    @property
+    def whitens(self) -> Literal["token", "sequence"] | None:
+        return "token" if self.whiten else None
+
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import gated_gae, whiten
 

@@ -1,0 +1,72 @@
+"""Objectives whose ratio is one number per response."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import Field
+
+from .base import Aggregation, Geometry, Grain, geometries
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _GSPO(Geometry):
+    """What GSPO and its token variant share."""
+
+    aggregation: Aggregation = "sequence_mean"
+    """The source weighs responses equally, `sequence_mean`; `token_mean` weighs them by length."""
+    clip_low: float = Field(3e-4, ge=0, le=1)
+    """The ratio counts no lower than 1 - clip_low where the advantage is negative. PPO's 0.2 would never clip."""
+    clip_high: float = Field(4e-4, ge=0, le=10)
+    """The ratio counts no higher than 1 + clip_high where the advantage is positive."""
+
+
+@geometries.register("gspo")
+class GSPO(_GSPO):
+    """PPO's clip on the geometric mean of a response's ratios (Zheng et al. 2025); averages advantages over the response."""
+
+    grain: ClassVar[Grain] = "sequence"
+    token_form: ClassVar[str] = "gspo_token"
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from .functional import gspo_loss
+
+        return gspo_loss(logprobs, old_logprobs, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
+
+
+@geometries.register("gspo_token")
+class GSPOToken(_GSPO):
+    """GSPO whose tokens keep advantages of their own: the response's ratio in value, the token's in gradient."""
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from .functional import gspo_token_loss
+
+        return gspo_token_loss(logprobs, old_logprobs, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
+
+
+@geometries.register("gmpo")
+class GMPO(Geometry):
+    """Geometric mean of ratios that are clipped token by token (Zhao et al. 2025); averages advantages over the response."""
+
+    grain: ClassVar[Grain] = "sequence"
+    token_form: ClassVar[str] = "gspo_token"
+
+    aggregation: Aggregation = "sequence_mean"
+    """The source weighs responses equally, `sequence_mean`; `token_mean` weighs them by length."""
+    clip_low: float = Field(0.4, ge=0, le=20)
+    """Where the advantage is negative, a token's log-ratio counts no lower than minus this. Of the logarithm, unlike PPO's."""
+    clip_high: float = Field(0.4, ge=0, le=20)
+    """Where the advantage is positive, a token's log-ratio counts no higher than this."""
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from .functional import gmpo_loss
+
+        return gmpo_loss(logprobs, old_logprobs, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)

@@ -1,0 +1,103 @@
+"""The policy gradient, and objectives that weigh it token by token instead of clipping it away."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from .base import Geometry, geometries
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@geometries.register("policy_gradient")
+class PolicyGradient(Geometry):
+    """Plain policy gradient (Williams 1992): -A log pi.
+
+    Right for responses of the present policy only: with several minibatches or epochs an iteration nothing accounts for
+    how far the policy has moved. `ratio_to` changes its metrics alone.
+    """
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from .functional import policy_gradient_loss
+
+        return policy_gradient_loss(logprobs, old_logprobs, advantages, mask)
+
+
+@geometries.register("cispo")
+class CISPO(Geometry):
+    """Policy gradient weighed by a clipped, detached ratio, so that no token loses its gradient (MiniMax-M1, 2025)."""
+
+    clip_low: float = Field(1.0, ge=0, le=1)
+    """The weight is no lower than 1 - clip_low; 1 is no bound."""
+    clip_high: float = Field(4.0, ge=0, le=100)
+    """The weight is no higher than 1 + clip_high; the default is the bound of 5 of ScaleRL (Khatri et al. 2025)."""
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from .functional import cispo_loss
+
+        return cispo_loss(logprobs, old_logprobs, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
+
+
+@geometries.register("sapo")
+class SAPO(Geometry):
+    """A sigmoid of the ratio in place of clipping (Gao et al. 2025)."""
+
+    tau_positive: float = Field(1.0, gt=0, le=100)
+    """Steepness where the advantage is positive: the greater, the sooner a token that has moved stops to count."""
+    tau_negative: float = Field(1.05, gt=0, le=100)
+    """Steepness elsewhere; a little greater, since pushing a token down lifts many others."""
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from .functional import sapo_loss
+
+        return sapo_loss(
+            logprobs, old_logprobs, advantages, mask, tau_positive=self.tau_positive, tau_negative=self.tau_negative
+        )
+
+
+@geometries.register("topr")
+class TOPR(Geometry):
+    """Tapered off-policy REINFORCE (Le Roux et al. 2025): good tokens in full, bad ones by a ratio of at most 1."""
+
+    level: Literal["sequence", "token"] = "sequence"
+    """Whose ratio weighs a bad token: the whole response's, as the source has it, or the token's own."""
+    bound: float = Field(1.0, gt=0, le=100)
+    """Greatest weight of a token with a negative advantage."""
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from .functional import topr_loss
+
+        return topr_loss(logprobs, old_logprobs, advantages, mask, level=self.level, bound=self.bound)
+
+
+@geometries.register("dppo")
+class DPPO(Geometry):
+    """Divergence PPO (Qi et al. 2026): a token stops to count where its probability, not its ratio, has moved too far."""
+
+    divergence: Literal["tv", "kl"] = "tv"
+    """Between the old and new chance of the sampled token against all others: total variation, or KL(old || new)."""
+    bound: float | None = Field(None, gt=0, le=100)
+    """Greatest divergence; null is 0.15 for tv and 0.05 for kl."""
+    ratio_bound: float = Field(20.0, ge=1, le=1e6)
+    """Greatest weight of a token that counts."""
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from .functional import dppo_loss
+
+        bound = self.bound if self.bound is not None else {"tv": 0.15, "kl": 0.05}[self.divergence]
+        return dppo_loss(
+            logprobs, old_logprobs, advantages, mask, divergence=self.divergence, bound=bound, ratio_bound=self.ratio_bound
+        )

@@ -1,0 +1,104 @@
+"""Critics in runs: every kind learns, the baseline between group and critic, and what the value target is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import make_mask, make_rollout
+from test_training import assert_same_tensors, collected, final_state, run, tiny
+from torch.testing import assert_close
+
+from cct.critic.functional import group_mean, prompt_numbers
+from cct.training.run import read_metrics
+from cct.transport import gated_gae, transports
+
+KINDS = {
+    "hl_gauss": "critic={use: tac, width: 16, output: hl_gauss}",
+    "two_hot": "critic={use: value_head, output: two_hot}",
+    "value_clip": "critic={use: tac, width: 16, value_clip: 0.05}",
+    "ladder": "critic={use: tac, width: 16, depth: 2, ladder: [1, -1]}",
+    "mini_critics": "critic={use: mini_critics, of: {use: tac, width: 16, depth: 1, value_clip: 0.2}}",
+    "group_mean": "critic={use: group_mean, of: {use: tac, width: 16}}",
+    "group_mean of mini_critics": "critic={use: group_mean, of: {use: mini_critics, of: value_head}}",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_every_kind_of_critic_trains_two_iterations(kind, tmp_path):
+    events = read_metrics(run(tiny("compo", kind), tmp_path))
+    assert [e["iteration"] for e in events if e["iteration"] > 0] == [1, 2]
+    assert {"critic/explained_variance", "critic/loss", "critic/value"} <= events[-1].keys()
+    assert ("critic/disagreement" in events[-1]) == ("mini_critics" in kind)
+
+
+def test_the_micro_batch_split_changes_no_weight_of_mini_critics(tmp_path):
+    knobs = [KINDS["mini_critics"], "training.iterations=1"]
+    recipes = [tiny("compo", *knobs, *split) for split in ([], ["training.micro_batch_size=2"])]
+    a, b = (final_state(run(recipe, tmp_path))["optimizer_states"][0]["state"] for recipe in recipes)
+    for index in a:
+        assert_close(a[index]["exp_avg"], b[index]["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def test_mini_critics_learn_from_different_prompts(tmp_path):
+    """After one pass over one prompt, only the critic it belongs to has moved."""
+    recipe = tiny("gae", "critic={use: mini_critics, of: value_head, count: 2}", "training.prompts_per_iteration=1",
+                  "training.responses_per_prompt=8", "training.critic_warmup=1", "training.iterations=1",
+                  "training.critic_epochs=1", "training.learning_rate=1.0e-9")  # fmt: skip
+    agent, iteration = collected(recipe)
+    rollout = iteration.rollout
+    left = rollout.prompt_width
+    number = prompt_numbers(rollout.input_ids[:, :left], rollout.attention_mask[:, :left])
+    assert number.unique().numel() == 1
+    batch = next(batch for batch in iteration.updates if batch.trace is not None)
+    raw = agent.values(batch.trace, batch.mask.shape[1])[0][:, :-1]
+    agent.critic.head.loss(raw, batch.value_targets + 0.3, prompts=number[: len(raw)]).sum().backward()
+    learns = [any(p.grad is not None and p.grad.ne(0).any() for p in tower.parameters()) for tower in agent.critic.members]
+    assert learns == [number[0] % 2 == k for k in range(2)]
+
+
+@pytest.mark.parametrize("transport", ["gae", "comp_gae"])
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_the_transport_reads_values_between_the_group_s_target_and_the_critic_s(transport, weight):
+    """The mean is of the transport's own targets, so of gated ones under a gate."""
+    knobs = [f"transport={{use: {transport}, whiten: false}}", "evidence.0.pattern=(.)", "generation.max_new_tokens=4"]
+    if transport == "comp_gae":
+        knobs.append("transport.gate={use: constant, gamma: 0.8}")
+    _, alone = collected(tiny("gae", *knobs, "critic={use: tac, width: 16}"))
+    _, mixed = collected(tiny("gae", *knobs, f"critic={{use: group_mean, of: {{use: tac, width: 16}}, weight: {weight}}}"))
+    values, targets = alone.rollout.values, alone.credit.value_targets
+    mean, known = group_mean(targets[:, 0], alone.rollout.groups, alone.rollout.valid)
+    assert known.all() and alone.rollout.truncated.any()
+    assert_close(mixed.rollout.values, weight * values + (1 - weight) * mean.unsqueeze(1))
+    assert mixed.metrics["critic/value"] == alone.metrics["critic/value"]  # of the critic by itself
+    gamma = 0.8 if transport == "comp_gae" else 1.0
+    expected = gated_gae(
+        mixed.rollout.rewards, mixed.rollout.values, mixed.rollout.mask, gamma=gamma, lam=1.0, bootstrap=mixed.rollout.bootstrap
+    )
+    assert_close(mixed.credit.advantages, expected[0])
+    assert_close(mixed.credit.value_targets, expected[1])
+
+
+def test_a_whole_weight_is_the_critic_bit_for_bit(tmp_path):
+    plain = run(tiny("gae", "critic={use: tac, width: 16}"), tmp_path)
+    mixed = run(tiny("gae", "critic={use: group_mean, of: {use: tac, width: 16}, weight: 1}"), tmp_path)
+    assert_same_tensors(final_state(plain)["state_dict"], final_state(mixed)["state_dict"])
+
+
+@pytest.mark.parametrize("name, knobs", [("gae", {"gamma": 0.5}), ("comp_gae", {"gate": {"use": "constant", "gamma": 0.5}})])
+def test_value_targets_by_hand(name, knobs):
+    rollout = make_rollout(mask=make_mask("111", "111"), truncated=torch.tensor([False, True]))
+    rollout = rollout.replace(
+        rewards=torch.tensor([[0.0, 0.0, 1.0]] * 2),
+        values=torch.tensor([[0.2, 0.4, 0.6]] * 2),
+        bootstrap=torch.tensor([0.0, 2.0]),
+    )
+
+    def credit(**more):
+        return transports[name].model_validate({**knobs, "whiten": False, **more})(rollout)
+
+    assert_close(credit().value_targets, torch.tensor([[0.25, 0.5, 1.0], [0.5, 1.0, 2.0]]))
+    assert_close(credit(target="ungated").value_targets, torch.tensor([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0]]))
+    assert_close(credit(lam_value=0.0).value_targets, torch.tensor([[0.2, 0.3, 1.0], [0.2, 0.3, 2.0]]))
+    one_step = torch.tensor([[0.4, 0.6, 1.0], [0.4, 0.6, 3.0]])
+    assert_close(credit(lam_value=0.0, target="ungated").value_targets, one_step)
+    assert torch.equal(credit().advantages, credit(target="ungated", lam_value=0.0).advantages)

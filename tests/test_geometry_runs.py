@@ -1,0 +1,99 @@
+"""Geometries in runs: what is chosen per minibatch, KL as a cost in rewards, the ratio to the engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_training import build, collected, final_state, run, tiny
+from torch.testing import assert_close
+
+from cct.geometry import kl_estimate, mark_top_covariances
+from cct.training.collect import Collector
+from cct.training.run import read_metrics
+
+COVARIANCE = ["geometry={use: kl_cov, share: 0.2, coef: 5}", "training.epochs=2"]
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "policy_gradient", "cispo", "sapo", "topr", "dppo", "clip_cov", "kl_cov"])
+def test_every_geometry_trains_two_iterations(name, tmp_path):
+    folder = run(tiny("grpo", f"geometry={name}", "evidence.0.pattern=(.)"), tmp_path)
+    events = read_metrics(folder)
+    assert [e["iteration"] for e in events if e["iteration"] > 0] == [1, 2]
+    assert "policy/loss" in events[-1] and "policy/ratio" in events[-1]
+    assert ("policy/marked" in events[-1]) == name.endswith("_cov")
+
+
+def test_what_is_chosen_is_of_the_whole_minibatch_however_it_is_divided():
+    chosen = {}
+    for size in (8, 2):
+        recipe = tiny("compo", *COVARIANCE, f"training.micro_batch_size={size}")
+        _, iteration = collected(recipe)
+        rollout, policy = iteration.rollout, [batch for batch in iteration.updates if batch.trace is None]
+        for start in range(0, 16, 8):
+            rows = slice(start, start + 8)
+            whole = mark_top_covariances(
+                rollout.logprobs[rows], iteration.credit.advantages[rows], rollout.mask[rows], share=0.2
+            )
+            assert whole.any()
+            parts = [b for b in policy if any(torch.equal(b.input_ids[0], ids) for ids in rollout.input_ids[rows])]
+            assert len(parts) == 2 * 8 // size  # two epochs
+            for part in parts:
+                for ids, marked in zip(part.input_ids, part.marked, strict=True):
+                    number = next(n for n in range(start, start + 8) if torch.equal(rollout.input_ids[n], ids))
+                    assert torch.equal(marked, whole[number - start])
+        chosen[size] = sum(int(batch.marked.sum()) for batch in policy)
+    assert chosen[8] == chosen[2] > 0
+
+
+def test_the_micro_batch_split_changes_no_weight_where_tokens_are_chosen(tmp_path):
+    recipes = [tiny("compo", *COVARIANCE, "training.iterations=1", *split) for split in ([], ["training.micro_batch_size=2"])]
+    a, b = (final_state(run(recipe, tmp_path))["optimizer_states"][0]["state"] for recipe in recipes)
+    for index in a:
+        assert_close(a[index]["exp_avg"], b[index]["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def moved(agent):
+    """The policy, away from the reference."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in agent.actor.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("estimator", [None, "k3"])
+def test_the_kl_is_each_token_s_cost_before_the_transport(estimator):
+    knobs = [f"geometry.kl_estimator={estimator or 'null'}", "transport={use: gae, whiten: false}", "critic.output=scalar"]
+    rewards = {}
+    for weight in (0.0, 0.5):
+        recipe = tiny("gae", *knobs, f"geometry.kl_in_reward={weight}")
+        agent, tokenizer, reference = build(tiny("gae", *knobs, "geometry.kl_in_reward=0.5"))
+        moved(agent)
+        iteration = Collector(recipe, agent, tokenizer, reference).collect(1)
+        rewards[weight] = iteration.rollout.rewards
+    rollout = iteration.rollout
+    kl = kl_estimate(rollout.logprobs, rollout.reference_logprobs, rollout.mask, estimator or "k1")
+    assert kl[rollout.mask].abs().min() > 0
+    assert_close(rewards[0.5], rewards[0.0] - 0.5 * kl)
+    assert iteration.metrics["train/reference_kl"] == pytest.approx(float(kl[rollout.mask].mean()), rel=1e-4)
+    assert iteration.metrics["train/reward"] == pytest.approx(float(rewards[0.0].sum(1).mean()), abs=1e-6)  # the evidence's
+    last = rollout.mask.sum(1, keepdim=True) - 1  # the target there is the reward there
+    ended = ~rollout.truncated
+    targets = iteration.credit.value_targets.gather(1, last)[ended]
+    assert_close(targets, rollout.rewards.gather(1, last)[ended])
+
+
+def test_a_run_with_the_kl_in_rewards_reports_it(tmp_path):
+    knobs = ["training.learning_rate=1.0e-2", "evidence.0.pattern=(.)", "geometry.kl_in_reward=0.5"]
+    knobs += ["training.iterations=3", "training.responses_per_prompt=16"]
+    kl = [e["train/reference_kl"] for e in read_metrics(run(tiny("grpo", *knobs), tmp_path)) if "train/reference_kl" in e]
+    assert len(kl) == 3 and kl[0] == 0 and kl[-1] != 0
+
+
+@pytest.mark.parametrize("to, correction", [("trainer", "truncate"), ("engine", "none")])
+def test_the_ratio_is_to_what_is_asked_for(to, correction):
+    knobs = [f"geometry.ratio_to={to}", "generation.top_k=3", f"geometry.correction={correction}"]
+    _, iteration = collected(tiny("grpo", *knobs))
+    rollout = iteration.rollout
+    old = torch.cat([batch.logprobs for batch in iteration.updates]).sum()
+    assert (rollout.logprobs - rollout.rollout_logprobs).abs().max() > 0.1
+    assert_close(old, (rollout.rollout_logprobs if to == "engine" else rollout.logprobs).sum())
