@@ -294,10 +294,10 @@ def test_reinforce_pp_at_a_gap(knobs, expected):
 @pytest.mark.parametrize(
     "knobs, expected",
     [
-        ({}, [1.732051, -0.577350]),  # .5 once and -.5 three times: mean -.25, variance .1875
+        ({"unit": "tokens"}, [1.732051, -0.577350]),  # .5 once and -.5 three times: mean -.25, variance .1875
         ({"like": "openrlhf"}, [1.732051, -0.577350]),
         ({"like": "verl"}, [1.5, -0.5]),  # variance .25 with ddof 1
-        ({"unit": "responses"}, [1.0, -1.0]),
+        ({}, [1.0, -1.0]),
         ({"unit": "responses", "ddof": 1}, [0.707107, -0.707107]),
     ],
 )
