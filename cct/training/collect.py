@@ -7,8 +7,10 @@ a run got there in one go or was resumed.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from cct.transport.functional import explained_variance, gated_gae, masked_mean_
 
 from .agent import Agent
 from .ranks import Ranks
-from .rows import Row, TrainingStopped, sample_rows
+from .rows import Row, TrainingStopped, branch, sample_rows
 
 # Share of the old running mean and deviation of a statistic kept at each iteration: follows the policy within ~10 iterations.
 MOMENTS_DECAY = 0.9
@@ -102,23 +104,29 @@ class Collector:
 
     def collect(self, iteration: int) -> Iteration:
         """Iteration number 1, 2, ...; 0 and below are the critic's warm-up."""
-        recipe, ranks, clock = self.recipe, Ranks.current(), [time.perf_counter()]
+        recipe, ranks = self.recipe, Ranks.current()
+        clock: list[tuple[str, float]] = []
 
         def stage(name: str) -> None:
             self.on_stage(name)
-            clock.append(time.perf_counter())
+            clock.append((name, time.perf_counter()))
 
         seed = lambda purpose: derive_seed(recipe.seed, purpose, iteration)  # noqa: E731
-        self.on_stage("generate")
+        stage("generate")
         each = recipe.training.prompts_per_iteration
         start = (iteration - 1 + recipe.training.critic_warmup) * each  # the warm-up draws from the stream first
         prompts = recipe.task.prompts(recipe.seed, start, each)
         rows, errors = sample_rows(recipe, self.engine, self.tokenizer, prompts, seed("sample"), ranks)
-        self.engine.rest()
-        stage("behaviour")
         # Rows in random order from here on: the behaviour forward's chunks are the minibatches.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed("order"))).tolist()
-        rollout = self._tensors([rows[index] for index in order], seed("transport"))
+        ordered = [rows[index] for index in order]
+        rollout, cost = self._tensors(ordered, seed("transport")), dict[str, float]()
+        if recipe.transport.branches:
+            stage("branch")
+            rollout, cost, more_errors = self._branch(rollout, ordered, seed("branch"), ranks)
+            errors = errors + more_errors
+        self.engine.rest()
+        stage("behaviour")
         shares = [self._rows_of(Ranks(rank, ranks.world), len(rows)) for rank in range(ranks.world)]
         rollout, traces = self._read(rollout, shares, ranks)
         stage("transport")
@@ -127,11 +135,8 @@ class Collector:
         updates = self._updates(rollout, credit, traces, shares[ranks.rank], iteration, seed("minibatches"))
         metrics = self._metrics(rollout, credit)
         stage("update")
-        metrics |= {f"evidence/{name}": float(count) for name, count in errors.items()}
-        metrics |= {
-            f"time/{name}": after - before
-            for name, before, after in zip(("generate", "behaviour", "transport"), clock, clock[1:], strict=False)
-        }
+        metrics |= cost | {f"evidence/{name}": float(count) for name, count in errors.items()}
+        metrics |= {f"time/{name}": after - before for (name, before), (_, after) in pairwise(clock)}
         per_response = (credit.advantages.sum(1) / rollout.mask.sum(1).clamp(min=1)).tolist()
         advantage = dict(zip(order, per_response, strict=True))
         samples = [
@@ -170,6 +175,22 @@ class Collector:
             moments=dict(self.moments),
             seed=seed,
         )
+
+    def _branch(
+        self, rollout: Rollout, rows: Sequence[Row], seed: int, ranks: Ranks
+    ) -> tuple[Rollout, dict[str, float], Counter[str]]:
+        """The rollout with values of the states that its transport asks for, by continuing responses from them."""
+
+        def text_of(token: int) -> str:
+            return str(self.tokenizer.decode([token]))
+
+        starts = self.recipe.transport.starts(rollout, text_of) & rollout.mask
+        places = [row.nonzero().flatten().tolist() for row in starts]
+        found, cost, errors = branch(self.recipe, self.engine, self.tokenizer, rows, places, seed, ranks)
+        values = torch.zeros_like(rollout.rewards)
+        for number, (here, some) in enumerate(zip(places, found, strict=True)):
+            values[number, here] = torch.tensor(some, dtype=values.dtype, device=values.device)
+        return rollout.replace(starts=starts, branch_values=values), cost, errors
 
     @torch.no_grad()
     def _read(self, rollout: Rollout, shares: list[Tensor], ranks: Ranks) -> tuple[Rollout, list[Trace]]:

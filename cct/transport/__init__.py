@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import gae, gate, grpo, reweight, traces  # noqa: F401  (registration)
+from . import gae, gate, grpo, reweight, segments, traces, turns  # noqa: F401  (registration)
 from .base import Gate, Transport, gates, transports
 
 if TYPE_CHECKING:
     from .functional import (
+        bi_level_gae,
         explained_variance,
         gated_gae,
+        gigpo_advantage,
         group_advantage,
         length_adaptive_lambda,
         retrace,
         scan,
+        segment_advantage,
         vtrace,
         whiten,
     )
@@ -26,13 +29,16 @@ if TYPE_CHECKING:
 __all__ = [
     "Gate",
     "Transport",
+    "bi_level_gae",
     "explained_variance",
     "gated_gae",
     "gates",
+    "gigpo_advantage",
     "group_advantage",
     "length_adaptive_lambda",
     "retrace",
     "scan",
+    "segment_advantage",
     "transports",
     "vtrace",
     "whiten",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from cct.registry import Component, Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from cct.rollout import Credit, Rollout, Statistic
@@ -23,6 +25,18 @@ class Transport(Component):
     def statistics(self) -> dict[str, Statistic]:
         """What to measure in the behaviour forward, by its name in `rollout.stats`."""
         return {}
+
+    @property
+    def branches(self) -> int:
+        """Continuations to sample from each token that `starts` marks, for `rollout.branch_values`; 0 for none."""
+        return 0
+
+    def starts(self, rollout: Rollout, text_of: Callable[[int], str]) -> Tensor:
+        """[B, T] bool, tokens before which responses are continued anew, where `branches`.
+
+        Asked before the trainer's forward: of the policy it knows `rollout.rollout_logprobs` only. text_of decodes a token.
+        """
+        raise NotImplementedError
 
 
 class Gate(Component):
