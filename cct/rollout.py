@@ -261,6 +261,9 @@ class Rollout:
     greedy_scores: Tensor | None = None  # [B] of the greedy response to the same prompt, NaN where it was not judged
     stats: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, T], detached statistics of the forward
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)  # name -> mean, std over earlier iterations
+    anchors: Tensor | None = None  # [B, T] int, the state in which the token's turn began, from an environment; negative: none
+    starts: Tensor | None = None  # [B, T] bool, first tokens of segments, where the transport asked for branches
+    branch_values: Tensor | None = None  # [B, T] at those: mean return of continuations sampled from there; 0 elsewhere
     seed: int = 0  # for parts that draw, derived from recipe seed and iteration
 
     @property

@@ -97,6 +97,9 @@ def make_rollout(rows: int = 6, width: int = 9, prompt: int = 4, *, seed: int = 
         greedy_scores=draw(rows),
         stats={name: draw(rows, width) for name in statistics},
         rollout_logprobs=-draw(rows, width),
+        anchors=torch.randint(0, 2, (rows, width), generator=generator),
+        starts=draw(rows, width) < 0.3,
+        branch_values=draw(rows, width),
         seed=seed,
     )
     return base.replace(**fields)

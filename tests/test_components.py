@@ -74,9 +74,11 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("task", "parquet"): {"path": "a", "held_out_path": "b", "template": "{q}?", "answer_pattern": "#(.*)"},
     ("task", "reasoning_gym"): {"datasets": [{"name": "gcd", "weight": 2}, {"name": "lcm", "config": {"max_value": 9}}]},
     ("transport", "abc"): {"beta": 1.0, "layers": "all", "lam": 0.9, "gap": "cut"},
+    ("transport", "bi_level_gae"): {"gamma": 0.9, "lam": 0.8, "gamma_turn": 0.7, "lam_turn": 0.6, "lam_value": 0.5},
     ("transport", "comp_gae"): {"gate": {"use": "swap"}, "gap": "cut", "lam": 0.5, "whiten": False},
     ("transport", "gae"): {"gamma": 0.9, "lam_value": 0.0, "target": "ungated"},
     ("transport", "gpg"): {"std": True, "rescale": "none", "single": "raw"},
+    ("transport", "gigpo"): {"weight": 0.5, "gamma": 0.5, "std": False},
     ("transport", "grpo"): {"std": False},
     ("transport", "grpo_lambda"): {"lam": 0.5, "like": "trl"},
     ("transport", "grpo_pass_at_k"): {"like": "verl"},
@@ -91,7 +93,9 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("transport", "monte_carlo"): {"gamma": 0.9, "baseline": False},
     ("transport", "retrace"): {"gamma": 0.9, "lam": 0.5, "c_bar": 2.0, "gap": "cut"},
     ("transport", "rhythm"): {"of": {"use": "comp_gae", "whiten": False}, "measure": "preplan", "share": 0.1, "factor": 0.0},
+    ("transport", "spo"): {"values": "critic", "cuts": 2, "only_cuts": False, "whiten": False},
     ("transport", "td_lambda"): {"lam": 0.3},
+    ("transport", "vineppo"): {"separator": ";", "samples": 2, "whiten": False},
     ("transport", "vtrace"): {"gamma": 0.9, "lam": 0.5, "rho_bar": 3.0, "c_bar": 0.7, "gap": "decay"},
 }
 each_component = pytest.mark.parametrize("axis, name", SHIPPED, ids=[f"{axis}-{name}" for axis, name in SHIPPED])
@@ -300,7 +304,10 @@ def test_it_returns_finite_numbers_of_the_mask_s_shape_and_none_where_masked(ope
 def test_what_stands_at_masked_positions_changes_nothing(operator, noise):
     rollout = rollout_for(operator)
 
-    noisy = by_token(rollout, lambda x: x.where(rollout.mask, noise)).replace(mask=rollout.mask)
+    def hide(x):
+        return x.where(rollout.mask, noise if x.is_floating_point() else x.new_ones(()))
+
+    noisy = by_token(rollout, hide).replace(mask=rollout.mask)
     for clean, other in zip(outputs(operator, rollout), outputs(operator, noisy), strict=True):
         assert torch.equal(clean, other)
 

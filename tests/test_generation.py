@@ -130,3 +130,11 @@ def test_adapters_come_merged(model):
         plain.load_state_dict(dict(named_weights(adapted)))
         ids = torch.tensor([PROMPTS[0]])
         torch.testing.assert_close(plain(ids).logits, adapted(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_each_response_may_have_a_limit_of_its_own(model):
+    whole = opened(model).generate(PROMPTS, range(12))
+    limits = [1 + number % 5 for number in range(12)]
+    for long, short, most in zip(whole, opened(model).generate(PROMPTS, range(12), limits), limits, strict=True):
+        assert short.tokens == long.tokens[:most] and short.logprobs == pytest.approx(long.logprobs[:most], abs=1e-5)
+        assert short.finished == (long.finished and len(long.tokens) <= most)

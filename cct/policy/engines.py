@@ -59,8 +59,13 @@ class Engine:
         self.knobs, self.actor, self.tokenizer = knobs, actor, tokenizer
         self.ends = list(end_tokens(actor, tokenizer))
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[Completion]:
-        """One completion per prompt (token ids), each sampled from its own seed; greedy where seeds is None."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None, limits: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """One completion per prompt (token ids), each sampled from its own seed; greedy where seeds is None.
+
+        limits: the length limit of each, in tokens, where it is not `max_new_tokens`.
+        """
         raise NotImplementedError
 
     def sync(self) -> dict[str, float]:
@@ -94,18 +99,21 @@ class TransformersEngine(Engine):
                 own[name].copy_(weight)
         return {}
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None, limits: Sequence[int] | None = None
+    ) -> list[Completion]:
         training = self.model.training
         self.model.eval()
         completions: list[Completion] = []
         for start in range(0, len(prompts), self.knobs.batch_size):
             batch = slice(start, start + self.knobs.batch_size)
-            completions += self._batch(prompts[batch], seeds[batch] if seeds is not None else None)
+            most = limits[batch] if limits is not None else [self.knobs.max_new_tokens] * len(prompts[batch])
+            completions += self._batch(prompts[batch], seeds[batch] if seeds is not None else None, most)
         self.model.train(training)
         return completions
 
     @torch.no_grad()
-    def _batch(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[Completion]:
+    def _batch(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None, limits: Sequence[int]) -> list[Completion]:
         knobs, pad, device = self.knobs, self.tokenizer.pad_token_id, self.actor.device
         width = max(map(len, prompts))
         sampler = _Sampler(knobs, seeds) if seeds is not None else None
@@ -113,7 +121,7 @@ class TransformersEngine(Engine):
             input_ids=torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device),
             attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
             generation_config=GenerationConfig(
-                max_new_tokens=knobs.max_new_tokens,
+                max_new_tokens=max(limits),
                 eos_token_id=self.ends,
                 pad_token_id=pad,
                 do_sample=False,
@@ -122,7 +130,8 @@ class TransformersEngine(Engine):
             stopping_criteria=StoppingCriteriaList([self._stopped(width)] if knobs.stop else []),
         )[:, width:]
         logprobs = torch.stack(sampler.logprobs, 1).tolist() if sampler else [[]] * len(prompts)
-        return [self._completion(tokens, logs) for tokens, logs in zip(output.tolist(), logprobs, strict=True)]
+        rows = zip(output.tolist(), logprobs, limits, strict=True)
+        return [self._completion(tokens[:most], logs[:most]) for tokens, logs, most in rows]
 
     def _stopped(self, width: int):
         """Stopping criterion: a stop string was just completed (transformers' own needs tokenizers of words)."""
@@ -222,24 +231,32 @@ class VLLMEngine(Engine):
         self.sharers = torch.distributed.new_subgroups(knobs.tensor_parallel)[0] if knobs.tensor_parallel > 1 else None
         self.sync()
 
-    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[Completion]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None, limits: Sequence[int] | None = None
+    ) -> list[Completion]:
         if self.asleep:
             self.sync()
+        most = list(limits) if limits is not None else [self.vllm.max_new_tokens] * len(prompts)
         if self.sharers is None:
-            return self._generate(prompts, seeds)
+            return self._generate(prompts, seeds, most)
         everyone: list[Any] = [None] * self.vllm.tensor_parallel  # whoever shares the engine asks it for the same
-        torch.distributed.all_gather_object(everyone, (list(prompts), seeds), group=self.sharers)
-        whole = [prompt for some, _ in everyone for prompt in some]
-        completions = self._generate(whole, None if seeds is None else [seed for _, some in everyone for seed in some])
-        first = sum(len(some) for some, _ in everyone[: torch.distributed.get_rank(self.sharers)])
+        torch.distributed.all_gather_object(everyone, (list(prompts), seeds, most), group=self.sharers)
+        whole = [prompt for some, _, _ in everyone for prompt in some]
+        completions = self._generate(
+            whole,
+            None if seeds is None else [seed for _, some, _ in everyone for seed in some],
+            [limit for _, _, some in everyone for limit in some],
+        )
+        first = sum(len(some) for some, _, _ in everyone[: torch.distributed.get_rank(self.sharers)])
         return completions[first : first + len(prompts)]
 
-    def _generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[Completion]:
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None, limits: Sequence[int]
+    ) -> list[Completion]:
         from vllm import SamplingParams
 
         knobs = self.vllm
         common: dict[str, Any] = {
-            "max_tokens": knobs.max_new_tokens,
             "stop": list(knobs.stop) or None,
             "include_stop_str_in_output": True,
             "stop_token_ids": self.ends,
@@ -247,8 +264,10 @@ class VLLMEngine(Engine):
         }
         sampled = common | {"temperature": knobs.temperature, "top_p": knobs.top_p, "top_k": knobs.top_k, "logprobs": 0}
         params = [
-            SamplingParams(**sampled, seed=seed) if seed is not None else SamplingParams(**common, temperature=0.0)
-            for seed in (seeds if seeds is not None else [None] * len(prompts))
+            SamplingParams(**sampled, max_tokens=most, seed=seed)
+            if seed is not None
+            else SamplingParams(**common, max_tokens=most, temperature=0.0)
+            for seed, most in zip(seeds if seeds is not None else [None] * len(prompts), limits, strict=True)
         ]
         outputs = self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False) if prompts else []
         completions = []

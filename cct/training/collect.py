@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,7 +25,7 @@ from cct.transport.functional import explained_variance, gated_gae, masked_mean_
 
 from .agent import Agent
 from .ranks import Ranks
-from .rows import Row, TrainingStopped, greedy_scores, sample_rows
+from .rows import Row, TrainingStopped, branch, greedy_scores, sample_rows
 
 # Share of the old running mean and deviation of a statistic kept at each iteration: follows the policy within ~10 iterations.
 MOMENTS_DECAY = 0.9
@@ -122,13 +123,18 @@ class Collector:
             stage("greedy")
             baselines, greedy_errors = greedy_scores(recipe, self.engine, self.tokenizer, prompts, ranks)
             errors += greedy_errors
-        self.engine.rest()
-        stage("behaviour")
         # Rows in random order from here on: the behaviour forward's chunks are the minibatches.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed("order"))).tolist()
-        rollout = self._tensors([rows[index] for index in order], seed("transport"))
+        ordered = [rows[index] for index in order]
+        rollout, branched = self._tensors(ordered, seed("transport")), dict[str, float]()
         if baselines is not None:
             rollout = rollout.replace(greedy_scores=rollout.rewards.new_tensor(baselines)[rollout.groups])
+        if recipe.transport.branches:
+            stage("branch")
+            rollout, branched, more_errors = self._branch(rollout, ordered, seed("branch"), ranks)
+            errors = errors + more_errors
+        self.engine.rest()
+        stage("behaviour")
         shares = [self._rows_of(Ranks(rank, ranks.world), len(rows)) for rank in range(ranks.world)]
         rollout, traces = self._read(rollout, shares, ranks)
         scores = rollout.scores  # of the evidence alone
@@ -144,7 +150,7 @@ class Collector:
         updates = self._updates(rollout, credit, traces, shares[ranks.rank], iteration, seed("minibatches"))
         metrics = self._metrics(rollout, credit, scores) | cost
         stage("update")
-        metrics |= {f"evidence/{name}": float(count) for name, count in errors.items()}
+        metrics |= branched | {f"evidence/{name}": float(count) for name, count in errors.items()}
         metrics |= {f"time/{name}": after - before for (name, before), (_, after) in pairwise(clock)}
         if judged := [score for score in baselines or [] if math.isfinite(score)]:
             metrics["train/greedy_reward"] = sum(judged) / len(judged)
@@ -186,6 +192,22 @@ class Collector:
             moments=dict(self.moments),
             seed=seed,
         )
+
+    def _branch(
+        self, rollout: Rollout, rows: Sequence[Row], seed: int, ranks: Ranks
+    ) -> tuple[Rollout, dict[str, float], Counter[str]]:
+        """The rollout with values of the states that its transport asks for, by continuing responses from them."""
+
+        def text_of(token: int) -> str:
+            return str(self.tokenizer.decode([token]))
+
+        starts = self.recipe.transport.starts(rollout, text_of) & rollout.mask
+        places = [row.nonzero().flatten().tolist() for row in starts]
+        found, cost, errors = branch(self.recipe, self.engine, self.tokenizer, rows, places, seed, ranks)
+        values = torch.zeros_like(rollout.rewards)
+        for number, (here, some) in enumerate(zip(places, found, strict=True)):
+            values[number, here] = torch.tensor(some, dtype=values.dtype, device=values.device)
+        return rollout.replace(starts=starts, branch_values=values), cost, errors
 
     @torch.no_grad()
     def _read(self, rollout: Rollout, shares: list[Tensor], ranks: Ranks) -> tuple[Rollout, list[Trace]]:

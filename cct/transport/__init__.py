@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import entropy, gae, gate, group, reweight, traces  # noqa: F401  (registration)
+from . import entropy, gae, gate, group, reweight, segments, traces, turns  # noqa: F401  (registration)
 from .base import Gate, Transport, gates, transports
 
 if TYPE_CHECKING:
     from .functional import (
+        bi_level_gae,
         entropy_weighted_advantage,
         explained_variance,
         gated_gae,
+        gigpo_advantage,
         greedy_advantage,
         group_advantage,
         high_entropy_mask,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
         pass_at_k_advantage,
         retrace,
         scan,
+        segment_advantage,
         token_returns,
         vtrace,
         whiten,
@@ -34,10 +37,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Gate",
     "Transport",
+    "bi_level_gae",
     "entropy_weighted_advantage",
     "explained_variance",
     "gated_gae",
     "gates",
+    "gigpo_advantage",
     "greedy_advantage",
     "group_advantage",
     "high_entropy_mask",
@@ -48,6 +53,7 @@ __all__ = [
     "pass_at_k_advantage",
     "retrace",
     "scan",
+    "segment_advantage",
     "token_returns",
     "transports",
     "vtrace",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 from cct.registry import Component, Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from cct.rollout import Credit, Rollout, Statistic
@@ -38,6 +40,18 @@ class Transport(Component):
     def least_responses(self) -> int:
         """Responses to one prompt below which every advantage would be 0; the recipe is refused."""
         return 2 if "groups" in self.needs else 1
+
+    @property
+    def branches(self) -> int:
+        """Continuations to sample from each token that `starts` marks, for `rollout.branch_values`; 0 for none."""
+        return 0
+
+    def starts(self, rollout: Rollout, text_of: Callable[[int], str]) -> Tensor:
+        """[B, T] bool, tokens before which responses are continued anew, where `branches`.
+
+        Asked before the trainer's forward: of the policy it knows `rollout.rollout_logprobs` only. text_of decodes a token.
+        """
+        raise NotImplementedError
 
 
 class Gate(Component):
