@@ -125,7 +125,7 @@ def test_gigpo_compares_like_turns_of_one_group_as_grpo_compares_responses(std):
             keys.append(10 * rollout.groups[row].item() + rollout.anchors[row, turn[0]].item())
             places.append((row, turn))
     of_turns = group_advantage(torch.tensor(scores), torch.tensor(keys), scale="group" if std else "none")
-    whole = group_advantage(rollout.scores, rollout.groups, std=std, valid=rollout.valid)
+    whole = group_advantage(rollout.scores, rollout.groups, scale="group" if std else "none", valid=rollout.valid)
     expected = torch.zeros(MASKS.shape)
     for (row, turn), x in zip(places, of_turns, strict=True):
         expected[row, turn] = whole[row] + 3 * x
