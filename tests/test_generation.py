@@ -5,8 +5,8 @@ import torch
 from test_training import tiny
 
 from cct.policy import end_tokens
-from cct.policy.engines import Engine
 from cct.policy.generation import Auto, Transformers
+from cct.policy.sampling import Engine
 from cct.policy.weights import add_lora, named_weights
 from cct.training.run import build
 
@@ -130,3 +130,11 @@ def test_adapters_come_merged(model):
         plain.load_state_dict(dict(named_weights(adapted)))
         ids = torch.tensor([PROMPTS[0]])
         torch.testing.assert_close(plain(ids).logits, adapted(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_the_registry_of_engines_is_no_module_once_a_run_was_imported():
+    """A submodule of the same name would take the registry's place in `cct.policy`."""
+    import cct.policy
+    import cct.training.run
+
+    assert cct.policy.engines["transformers"].use == "transformers"
