@@ -5,8 +5,8 @@ import torch
 from test_training import tiny
 
 from cct.policy import end_tokens
-from cct.policy.engines import Engine
 from cct.policy.generation import Auto, Transformers
+from cct.policy.sampling import Engine
 from cct.policy.weights import add_lora, named_weights
 from cct.training.run import build
 
@@ -138,3 +138,11 @@ def test_each_response_may_have_a_limit_of_its_own(model):
     for long, short, most in zip(whole, opened(model).generate(PROMPTS, range(12), limits), limits, strict=True):
         assert short.tokens == long.tokens[:most] and short.logprobs == pytest.approx(long.logprobs[:most], abs=1e-5)
         assert short.finished == (long.finished and len(long.tokens) <= most)
+
+
+def test_the_registry_of_engines_is_no_module_once_a_run_was_imported():
+    """A submodule of the same name would take the registry's place in `cct.policy`."""
+    import cct.policy
+    import cct.training.run
+
+    assert cct.policy.engines["transformers"].use == "transformers"

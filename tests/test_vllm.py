@@ -7,8 +7,8 @@ import pytest
 import torch
 from test_training import run, tiny
 
-from cct.policy.engines import EngineError, VLLMEngine
 from cct.policy.generation import VLLM
+from cct.policy.sampling import EngineError, VLLMEngine
 from cct.policy.weights import add_lora, named_weights
 from cct.training.run import build, read_metrics
 

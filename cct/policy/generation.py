@@ -1,4 +1,4 @@
-"""Generation: the knobs of the engines that sample. The engines themselves are in `engines`."""
+"""Generation: the knobs of the engines that sample. The engines themselves are in `sampling`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cct.registry import Component, Registry
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .engines import Engine
+    from .sampling import Engine
 
 
 class Generation(Component):
@@ -60,7 +60,7 @@ class Transformers(Generation):
     """transformers' own `generate`, in this process, on the weights being trained."""
 
     def open(self, actor, tokenizer):
-        from .engines import TransformersEngine
+        from .sampling import TransformersEngine
 
         return TransformersEngine(self, actor, tokenizer)
 
@@ -99,7 +99,7 @@ class VLLM(Generation):
             )
 
     def open(self, actor, tokenizer):
-        from .engines import VLLMEngine
+        from .sampling import VLLMEngine
 
         self.ready()
         return VLLMEngine(self, actor, tokenizer)
@@ -115,7 +115,7 @@ class Auto(VLLM):
     def open(self, actor, tokenizer):
         import torch
 
-        from .engines import TransformersEngine
+        from .sampling import TransformersEngine
 
         if torch.cuda.is_available() and find_spec("vllm"):
             return super().open(actor, tokenizer)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cct.geometry.functional import aggregation_weights, correction_weights, kl_estimate
-from cct.policy.engines import Engine, EngineError
+from cct.policy.sampling import Engine, EngineError
 from cct.recipe import Recipe
 from cct.rollout import Credit, Rollout, Trace, derive_seed
 from cct.transport.functional import explained_variance, gated_gae, masked_mean_std

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cct.evidence import Evidence, Failure, Verdict, verdicts
-from cct.policy.engines import Engine
+from cct.policy.sampling import Engine
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response, derive_seed
 
