@@ -31,6 +31,10 @@ class PPOClip(Geometry):
     def needs(self) -> frozenset[str]:
         return frozenset({"reference"}) if self.kl_coef else frozenset()
 
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset({"packed"})
+
     def __call__(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, reference_logprobs: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -36,6 +36,14 @@ class ConstantGate(Gate):
     @property
     def statistics(self) -> dict[str, Concentration]:
         return self.of.statistics if self.of else {}
+
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset() if self.of else frozenset({"split"})
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {**self.of.waives, "future": "a control: it has the rate of the whole batch"} if self.of else {}
 
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import geometric_mean
@@ -93,10 +101,18 @@ class AttentionGate(Gate):
     def statistics(self) -> dict[str, Concentration]:
         return {self._name: self._concentration}
 
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset() if self.match_gamma else frozenset({"split"})
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {"future": "match_gamma rescales by the mean of the whole batch"} if self.match_gamma else {}
+
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import masked_mean_std, match_mean_log, sigmoid_gate
 
-        concentration = rollout.stats[self._name]
+        concentration = rollout.stats[self._name].detach()
         mean, std = rollout.moments.get(self._name) or [float(x) for x in masked_mean_std(concentration, rollout.mask)]
         low, high = [0.5 ** (1 / h) for h in self.half_life] if self.half_life else (self.low, self.high)
         gate = sigmoid_gate(concentration, mean, std, low, high, self.sign * self.slope)
@@ -106,8 +122,15 @@ class AttentionGate(Gate):
 class _Control(Gate):
     """A gate that keeps something of another one and destroys the rest."""
 
+    breaks: ClassVar[dict[str, str]] = {}
+    """What it waives besides `future`, and why."""
+
     of: Annotated[Gate, gates] = AttentionGate()
     """The gate it is a control of."""
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {**self.of.waives, "future": "a control: it moves gates between tokens", **self.breaks}
 
     @property
     def needs(self) -> frozenset[str]:
@@ -121,6 +144,8 @@ class _Control(Gate):
 @gates.register("shuffle")
 class ShuffleGate(_Control):
     """Control: another gate's values, permuted within each response (which keeps their product)."""
+
+    breaks = dict.fromkeys(("gap", "padding", "order"), "it draws for each row and position")
 
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import shuffle_within
@@ -142,6 +167,8 @@ class PositionGate(_Control):
 class SwapGate(_Control):
     """Control: another response's gates, stretched to this one's length."""
 
+    breaks = {"order": "it takes the next row's gates"}
+
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import swap_between
 
@@ -151,6 +178,8 @@ class SwapGate(_Control):
 @gates.register("random")
 class RandomGate(_Control):
     """Control: values drawn independently from another gate's marginal distribution."""
+
+    breaks = dict.fromkeys(("gap", "padding", "order"), "it draws for each row and position")
 
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import draw_marginal

@@ -22,6 +22,10 @@ class GRPO(Transport):
     def needs(self) -> frozenset[str]:
         return frozenset({"groups"})
 
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset({"split"}) if self.std else frozenset({"split", "linear"})
+
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import group_advantage
 
