@@ -93,6 +93,15 @@ def _parser() -> argparse.ArgumentParser:
 
     listing = add("ls", _ls, "list the registered components")
     listing.add_argument("axis", nargs="?", choices=AXES)
+    listing.add_argument("--markdown", action="store_true", help="as the page docs/catalogue.md, of what comes with cct")
+
+    operator = add("check-operator", _check_operator, "run the conformance suite on a part, one's own included")
+    operator.add_argument("operator", metavar="NAME_OR_FILE:NAME", help="a registered name, or file.py:NAME")
+    operator.add_argument(
+        "--axis", choices=("transport", "gate", "geometry", "critic", "evidence"), help="where a name is several"
+    )
+    operator.add_argument("--examples", type=int, default=60, metavar="N", help="inputs tried on each property (default: 60)")
+    operator.add_argument("--set", action="append", default=[], metavar="a=b", help="change a knob; may be repeated")
 
     schema = add("schema", _schema, "print the JSON Schema of recipes, for editors")
     schema.add_argument("recipe", nargs="?", help="include this recipe's plug-ins")
@@ -195,6 +204,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _ls(arguments: argparse.Namespace) -> int:
     from cct.registry import REGISTRIES, load_entry_points
 
+    if arguments.markdown:
+        from cct.catalogue import catalogue
+
+        print(catalogue(AXES), end="")
+        return 0
     load_entry_points()
     for axis in [arguments.axis] if arguments.axis else AXES:
         registry = REGISTRIES[axis]
@@ -207,6 +221,12 @@ def _ls(arguments: argparse.Namespace) -> int:
                     default = "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
                     print(f"      {knob + ' = ' + default:<34} {' '.join((field.description or '').split())}")
     return 0
+
+
+def _check_operator(arguments: argparse.Namespace) -> int:
+    from cct.conformance.report import print_verdicts
+
+    return print_verdicts(arguments.operator, arguments.axis, arguments.set, arguments.examples)
 
 
 def _shown(value: object) -> str:

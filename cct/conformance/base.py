@@ -11,7 +11,10 @@ from cct.registry import Component, optional
 
 AXES = ("transport", "gate", "geometry", "critic", "evidence")
 
-OK, FAILED, NOT = "ok", "FAILED", "does not apply"
+Outcome = Literal["ok", "FAILED", "does not apply"]
+OK: Outcome = "ok"
+FAILED: Outcome = "FAILED"
+NOT: Outcome = "does not apply"
 
 
 class Broken(AssertionError):
@@ -25,7 +28,7 @@ class Verdict:
     """What was found of one property."""
 
     property: str
-    outcome: Literal["ok", "FAILED", "does not apply"]
+    outcome: Outcome
     says: str
     """The property as a sentence."""
     why: str = ""
@@ -133,6 +136,6 @@ def judge(
     ]
     says = "what it claims and waives can be claimed and waived"
     first = [Verdict("contract", FAILED, says, "; ".join(unknown))] if unknown else [Verdict("contract", OK, says)]
-    return [each for each in [*first] if not only or each.property == only] + [
+    return [each for each in first if not only or each.property == only] + [
         verdict(each) for each in found if not only or each.name == only
     ]

@@ -58,12 +58,12 @@ def cases() -> Any:
     )
 
 
-_BUILT: dict[str, Agent] = {}
+_BUILT: dict[tuple[type[Critic], str], Agent] = {}
 
 
 def agent_of(critic: Critic) -> Agent:
     """A random actor with this critic, whose weights are random too where it starts from zeros."""
-    key = critic.model_dump_json()
+    key = type(critic), critic.model_dump_json()
     if key not in _BUILT:
         scratch = policies["scratch"].model_validate(
             {"hidden_size": 32, "intermediate_size": 40, "layers": 2, "heads": 4, "kv_heads": 2, "alphabet": "0123456789"}
@@ -83,7 +83,9 @@ def agent_of(critic: Critic) -> Agent:
     return _BUILT[key]
 
 
-def values(critic: Critic, batch: Batch, left: int = 0, right: int = 0, rows: Tensor | None = None, change: Any = None) -> Tensor:
+def values(
+    critic: Critic, batch: Batch, left: int = 0, right: int = 0, rows: Tensor | None = None, change: Any = None
+) -> Tensor:
     """[B, T + 1]; the last follows the last token. change: of the token ids, in place."""
     ids, seen, width = batch.tokens(left, right)
     if change is not None:
@@ -191,10 +193,12 @@ def learns(critic: Critic, case: None) -> None:
             with torch.no_grad():
                 for p in tower.parameters():
                     if p.grad is not None:
-                        p -= 1e-3 * p.grad / (1 + p.grad.norm())
+                        p.sub_(1e-3 * p.grad / (1 + p.grad.norm()))
                 after = loss()
-            if not float(after) < float(first):
-                raise Broken(f"a small step along the gradient takes its loss from {float(first):.6f} to {float(after):.6f}")
+            if not float(after) < float(first.detach()):
+                raise Broken(
+                    f"a small step along the gradient takes its loss from {float(first.detach()):.6f} to {float(after):.6f}"
+                )
         finally:
             with torch.no_grad():
                 for name, p in tower.named_parameters():

@@ -58,7 +58,9 @@ def losses(geometry: Geometry, update: Update) -> tuple[Tensor, Tensor, dict[str
     return loss.detach(), torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad, metrics
 
 
-def _agree(geometry: Geometry, update: Update, other: Update, when: str, back: Any = lambda x: x, tolerance: float = ROUNDING) -> None:
+def _agree(
+    geometry: Geometry, update: Update, other: Update, when: str, back: Any = lambda x: x, tolerance: float = ROUNDING
+) -> None:
     expected, got = losses(geometry, update)[:2], losses(geometry, other)[:2]
     for name, x, y in zip(("loss", "gradient"), expected, got, strict=True):
         same(name, x, back(y), when, tolerance)
@@ -194,7 +196,13 @@ def length(geometry: Geometry, case: None) -> None:
 
 GEOMETRY = [
     Property("form", "a finite loss per token, 0 where masked, detached metrics per token", form),
-    Property("moves", "at the sampling policy, a good token becomes likelier and a bad one less likely", moves, cases=0, waivable=True),
+    Property(
+        "moves",
+        "at the sampling policy, a good token becomes likelier and a bad one less likely",
+        moves,
+        cases=0,
+        waivable=True,
+    ),
     Property("noise", "whatever stands at masked positions, NaN too, changes no bit of loss or gradient", noise),
     Property("gap", "a response with a gap equals the one without it", gap),
     Property("padding", "neither the amount nor the side of padding matters", padding),
@@ -206,7 +214,12 @@ GEOMETRY = [
         packed,
         claimed="where a response has one ratio, its tokens must stand in a row of their own; the trainer gives each its row",
     ),
-    Property("gradient", "no gradient reaches old log-probabilities, advantages or the reference", gradient),
+    Property(
+        "gradient",
+        "no gradient reaches old log-probabilities, advantages or the reference",
+        gradient,
+        claimed="the trainer hands it all but the new log-probabilities detached",
+    ),
     Property("precision", "float32 agrees with float64, and so do bf16 inputs", precision, waivable=True),
     Property("determinism", "the same input gives the same and is not written into", determinism),
     Property("extreme", "ratios beyond all bounds give a finite loss and gradient", extreme, cases=0),

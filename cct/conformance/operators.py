@@ -40,7 +40,7 @@ def outputs(operator: Transport | Gate, rollout: Rollout) -> dict[str, Tensor]:
         result = operator(rollout)
     except Exception as error:
         raise Broken(f"it raised {type(error).__name__}: {error}") from error
-    found = {"gate": result} if isinstance(operator, Gate) else {}
+    found: dict[str, Any] = {"gate": result}
     if isinstance(operator, Transport):
         if not isinstance(result, Credit):
             raise Broken(f"it returned a {type(result).__name__}; expected a Credit")
@@ -49,13 +49,17 @@ def outputs(operator: Transport | Gate, rollout: Rollout) -> dict[str, Tensor]:
         if x is not None and not (isinstance(x, Tensor) and x.shape == rollout.mask.shape):
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise Broken(f"{name} is {shape}; expected the mask's shape {tuple(rollout.mask.shape)}")
-    return {
-        name: x.masked_fill(~rollout.mask, 0.0) if name == "gate" else x for name, x in found.items() if x is not None
-    }
+    return {name: x.masked_fill(~rollout.mask, 0.0) if name == "gate" else x for name, x in found.items() if x is not None}
 
 
 def _agree(
-    operator: Any, rollout: Rollout, other: Rollout, when: str, *, back: Callable[[Tensor], Tensor] = lambda x: x, tolerance=ROUNDING
+    operator: Any,
+    rollout: Rollout,
+    other: Rollout,
+    when: str,
+    *,
+    back: Callable[[Tensor], Tensor] = lambda x: x,
+    tolerance=ROUNDING,
 ) -> None:
     """The outputs on `other`, brought `back` to the places of `rollout`, are those on `rollout`."""
     expected, got = outputs(operator, rollout), outputs(operator, other)
@@ -110,11 +114,10 @@ def padding(operator: Any, case: Case) -> None:
 
 def order(operator: Any, case: Case) -> None:
     rollout = case.rollout(operator.statistics)
-    for index in (torch.arange(len(rollout.mask)).roll(1), torch.arange(len(rollout.mask)).flip(0)):
-        _agree(
-            operator, rollout, rows_of(rollout, index), f"with the responses in the order {index.tolist()}",
-            back=lambda x, index=index: x[index.argsort()],
-        )  # fmt: skip
+    rows = torch.arange(len(rollout.mask))
+    for index in (rows.roll(1), rows.flip(0)):
+        other = rows_of(rollout, index)
+        _agree(operator, rollout, other, f"in the order {index.tolist()}", back=lambda x, index=index: x[index.argsort()])  # type: ignore[misc]
 
 
 def split(operator: Any, case: Case) -> None:
@@ -133,7 +136,7 @@ def gradient(operator: Any, case: Case) -> None:
     rollout = case.rollout(operator.statistics)
     live = {
         name: getattr(rollout, name).clone().requires_grad_()
-        for name in ("rewards", "values", "bootstrap", "logprobs", "rollout_logprobs", "reference_logprobs")
+        for name in ("values", "bootstrap", "logprobs", "rollout_logprobs", "reference_logprobs")
     }
     rollout = rollout.replace(**live, stats={name: x.clone().requires_grad_() for name, x in rollout.stats.items()})
     for name, x in outputs(operator, rollout).items():
@@ -176,7 +179,7 @@ def short(operator: Any, case: None) -> None:
     shapes = [[[True]], [[True], [True]], [[False]], [[True, True], [False, False]], [[False, False], [False, True]]]
     for steps in shapes:
         mask = torch.tensor(steps)
-        whole = full(*mask.shape, operator.statistics)
+        whole = full(mask.shape[0], mask.shape[1], operator.statistics)
         rollout = whole.replace(mask=mask, rewards=whole.rewards * mask)
         try:
             _form(operator, rollout)
@@ -263,7 +266,9 @@ def equal(operator: Transport, case: Case) -> None:
 
 def names(operator: Any, case: Case) -> None:
     rollout = case.rollout(operator.statistics)
-    _agree(operator, rollout, rollout.replace(groups=7 - 3 * rollout.groups), "with other numbers for the groups", tolerance=1e-6)
+    _agree(
+        operator, rollout, rollout.replace(groups=7 - 3 * rollout.groups), "with other numbers for the groups", tolerance=1e-6
+    )
 
 
 # --- of gates -------------------------------------------------------------------------------------
@@ -296,9 +301,8 @@ def future(operator: Gate, case: Case) -> None:
         "the number of later tokens": rollout.replace(mask=mask),
     }
     for what, other in unknown.items():
-        same(
-            f"gate[{row}, :{t + 1}]", before, outputs(operator, other)["gate"][row, : t + 1], f"with other values of {what}", ROUNDING
-        )  # fmt: skip
+        after = outputs(operator, other)["gate"][row, : t + 1]
+        same(f"gate[{row}, :{t + 1}]", before, after, f"with other values of {what}", ROUNDING)
 
 
 # --- the lists ------------------------------------------------------------------------------------
@@ -310,7 +314,11 @@ BOTH = [
     Property("order", "the order of the responses does not matter", order, waivable=True),
     Property("gradient", "no gradient flows through what it reads", gradient),
     Property("precision", "float32 agrees with float64, and so do bf16 inputs", precision),
-    Property("determinism", "the same rollout gives the same, is not written into, and no global generator is drawn from", determinism),
+    Property(
+        "determinism",
+        "the same rollout gives the same, is not written into, and no global generator is drawn from",
+        determinism,
+    ),
     Property("short", "one-token and empty responses, and batches of nothing else", short, cases=0),
     Property("length", "1 to 16,384 tokens in O(B*T) memory", length, cases=0),
 ]
@@ -348,7 +356,9 @@ TRANSPORT = [
 
 GATE = [
     *BOTH,
-    Property("future", "a gate does not depend on the reward, nor on tokens from t on or how many follow", future, waivable=True),
+    Property(
+        "future", "a gate does not depend on the reward, nor on tokens from t on or how many follow", future, waivable=True
+    ),
     Property(
         "split",
         "groups taken by themselves, each as wide as it needs, get the same",
@@ -381,5 +391,3 @@ def show(operator: Any, case: Case) -> str:
     if "stats" in read and operator.statistics:
         read["stats"] = {name: x for name, x in read["stats"].items() if name in operator.statistics}
     return python(**read)
-
-

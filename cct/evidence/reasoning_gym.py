@@ -34,7 +34,6 @@ class ReasoningGymScore(Evidence):
         score = float(scorer(answer, prompt.meta["entry"])) if answer is not None else 0.0
         return score if self.partial or score >= 1 else 0.0
 
-
     @property
     def example(self) -> Prompt:
         config = {"min_terms": 2, "max_terms": 2}
