@@ -113,6 +113,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = add("eval", _eval, "greedy evaluation of a finished run, on the held-out problems and the frozen sets")
     evaluate.add_argument("run", type=Path)
 
+    replay = add("replay", _replay, "recompute the credit of a run's stored rollouts under other transports, and compare")
+    replay.add_argument("run", type=Path)
+    replay.add_argument(
+        "--transport", action="append", default=[], metavar="YAML", help="a name or '{use: gae, lam: 0.95}'; may be repeated"
+    )
+
     export = add("export", _export, "write the policy of a run's checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path)
     export.add_argument("folder", type=Path, help="made; must not hold anything")
@@ -270,6 +276,12 @@ def _eval(arguments: argparse.Namespace) -> int:
     for name, value in metrics.items():
         print(f"{name:<{width}} {value:.4f}")
     return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from cct.replay import print_replay
+
+    return print_replay(arguments.run, arguments.transport)
 
 
 def _export(arguments: argparse.Namespace) -> int:

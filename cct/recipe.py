@@ -143,6 +143,11 @@ class Logging(Knobs):
     """Lightning logger; tensorboard needs the extra `.[tensorboard]`."""
     samples: int = Field(8, ge=0, le=1000)
     """Responses per iteration in samples.jsonl."""
+    rollouts: Literal["auto", "always", "never"] = "auto"
+    """Keep what transports read of each iteration in rollouts/, for `cct replay`: auto leaves off for the rest of a run
+    whose rollouts would take more than rollouts_mb, always has no limit."""
+    rollouts_mb: float = Field(64.0, gt=0, le=1e6)
+    """Megabytes that auto gives the rollouts of one run."""
 
 
 class Recipe(Knobs):

@@ -74,7 +74,7 @@ def cases(rows: int = 3, width: int = 6) -> Any:
 def fill(
     mask: Tensor, rewards: Tensor, groups: Tensor, truncated: Tensor, seed: int, statistics: Any, first: bool = False
 ) -> Rollout:
-    """The rollout of a mask: numbers of two digits for what a behaviour pass reads. Tokens of a gap are seen, padding is not."""
+    """The rollout of a mask: numbers of two digits for what a behaviour pass reads. Gaps are seen, padding is not."""
     generator = torch.Generator().manual_seed(seed)
     rows, width = mask.shape
 
