@@ -119,6 +119,8 @@ def _parser() -> argparse.ArgumentParser:
         "--transport", action="append", default=[], metavar="YAML", help="a name or '{use: gae, lam: 0.95}'; may be repeated"
     )
 
+    replay.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
+
     export = add("export", _export, "write the policy of a run's checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path)
     export.add_argument("folder", type=Path, help="made; must not hold anything")
@@ -259,7 +261,8 @@ def _new(arguments: argparse.Namespace) -> int:
 
     for path in new_transport(arguments.name, Path.cwd()):
         print(f"wrote {path}")
-    print(f"try: cct run {arguments.name}.yaml, and: pytest test_{arguments.name}.py")
+    name = arguments.name
+    print(f"try: cct run {name}.yaml, pytest test_{name}.py, and cct check-operator {name}.py:{name}")
     return 0
 
 
@@ -281,7 +284,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from cct.replay import print_replay
 
-    return print_replay(arguments.run, arguments.transport)
+    return print_replay(arguments.run, arguments.transport, arguments.plugin)
 
 
 def _export(arguments: argparse.Namespace) -> int:

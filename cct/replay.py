@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from cct.recipe import Recipe, RecipeError, load_recipe, read_part
+from cct.registry import PluginError, load_plugin
 from cct.rollout import Rollout
 from cct.training.rollouts import load, stored
 from cct.transport import Transport
@@ -57,7 +57,7 @@ class Sums:
         return (self.xy - self.x * self.y / self.tokens) / (spread[0] * spread[1]) ** 0.5
 
 
-def compare(folder: Path, written: Sequence[str]) -> tuple[list[int], dict[str, Sums]]:
+def compare(folder: Path, written: Sequence[str], plugins: Sequence[str] = ()) -> tuple[list[int], dict[str, Sums]]:
     """The iterations that are stored, and for each transport, the run's own first, how its credit compares.
 
     Raises RecipeError where the run has no rollouts, or where they lack what a transport reads.
@@ -70,7 +70,12 @@ def compare(folder: Path, written: Sequence[str]) -> tuple[list[int], dict[str, 
             f"{folder}: no rollouts were stored (logging.rollouts is {recipe.logging.rollouts}, rollouts_mb "
             f"{recipe.logging.rollouts_mb:g}); a run with --set logging.rollouts=always keeps all"
         )
-    own = {f"{_name(recipe.transport)} (the run's own)": recipe.transport}
+    for plugin in plugins:
+        try:
+            load_plugin(plugin, Path.cwd())
+        except PluginError as error:
+            raise RecipeError(str(error)) from None
+    own = {f"{recipe.transport.use} (the run's own)": recipe.transport}
     others = {}
     for text in written:
         part = read_part("transport", text)
@@ -84,12 +89,6 @@ def compare(folder: Path, written: Sequence[str]) -> tuple[list[int], dict[str, 
             credit = reference if part is recipe.transport else _advantages(part, name, rollout, recipe, number)
             sums[name].add(reference, credit, rollout.mask)
     return list(paths), sums
-
-
-def _name(transport: Transport) -> str:
-    """As YAML, with the knobs that are not the defaults."""
-    knobs = transport.model_dump(mode="json", exclude_defaults=True)
-    return transport.use if set(knobs) <= {"use"} else yaml.safe_dump(knobs, default_flow_style=True, width=10**6).strip()
 
 
 def _advantages(transport: Transport, name: str, rollout: Rollout, recipe: Recipe, iteration: int) -> Tensor:
@@ -115,9 +114,9 @@ def _advantages(transport: Transport, name: str, rollout: Rollout, recipe: Recip
     return advantages
 
 
-def print_replay(folder: Path, written: Sequence[str]) -> int:
+def print_replay(folder: Path, written: Sequence[str], plugins: Sequence[str] = ()) -> int:
     """Print the table. Returns 0."""
-    iterations, sums = compare(folder, written)
+    iterations, sums = compare(folder, written, plugins)
     tokens = next(iter(sums.values())).tokens
     span = f"{iterations[0]} to {iterations[-1]}" if len(iterations) > 1 else str(iterations[0])
     table = Table(
