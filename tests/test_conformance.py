@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import cct.recipe  # noqa: F401  (registers every axis)
+from cct.cli import AXES, main
 from cct.conformance import check, properties
 from cct.critic import Critic
 from cct.critic.towers import Tower
@@ -497,3 +500,67 @@ def test_every_property_has_a_name_of_its_own():
     for operator in (Plain(), UndetachedGate(), OwnMean(), TeachesTheActor(), Moody()):
         names = [each.name for each in properties(operator)]
         assert len(names) == len(set(names)) and all(each.says for each in properties(operator))
+
+
+# --- the command ----------------------------------------------------------------------------------
+WRONG = '''
+from cct.rollout import Credit
+from cct.transport import Transport, transports
+
+@transports.register("conformance_wrong")
+class Wrong(Transport):
+    """Multiplies by the mask."""
+    scale: float = 1.0
+    """Factor."""
+    def __call__(self, rollout):
+        return Credit(rollout.rewards * rollout.mask * self.scale)
+'''
+
+
+def test_the_command_judges_a_file_and_ends_with_1_where_it_fails(tmp_path, capsys):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    for name in ("conformance_wrong", "Wrong"):
+        assert main(["check-operator", f"{tmp_path / 'wrong.py'}:{name}", "--examples", "5", "--set", "scale=2"]) == 1
+        printed = capsys.readouterr().out
+        assert "  FAILED          noise        whatever stands at masked positions" in printed
+        assert "smallest failing case:" in printed and "mask = torch.tensor([[0]]).bool()" in printed
+        assert printed.endswith("transport conformance_wrong: failed: noise\n")
+
+
+def test_the_command_ends_with_0_where_nothing_fails(capsys):
+    assert main(["check-operator", "gae", "--set", "whiten=false", "--set", "lam=0.9", "--examples", "5"]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "ok              causal" in printed and "does not apply  equal" in printed and printed.endswith("transport gae: ok\n")
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["gea"], "did you mean 'gae'"),
+        (["nope.py:gae"], "nope.py not found"),
+        (["gae", "--set", "lam=3"], "transport.lam: Input should be less than or equal to 1"),
+        (["gae", "--set", "lamb=0"], "did you mean 'lam'"),
+        (["gae", "--examples", "0"], "at least 1"),
+        (["constant"], "either from gamma or from the gate"),
+        (["reward_model", "--set", "path=./nowhere"], "holds no model"),
+    ],
+)
+def test_the_command_ends_with_2_where_nothing_can_be_said(capsys, argv, says):
+    assert main(["check-operator", *argv]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_without_hypothesis_the_extra_is_named():
+    code = "import sys; sys.modules['hypothesis'] = None\nfrom cct.cli import main\nsys.exit(main(['check-operator', 'gae']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert done.returncode == 2 and "pip install 'cct[check]'" in done.stderr
+
+
+def test_the_catalogue_is_up_to_date(capsys):
+    assert main(["ls", "--markdown"]) == 0
+    page = capsys.readouterr().out
+    written = (ROOT / "docs" / "catalogue.md").read_text(encoding="utf-8")
+    assert page == written, "python -m cct.cli ls --markdown > docs/catalogue.md"
+    assert all(f"\n## {axis}\n" in page for axis in AXES) and "\n| `gae` | Generalised advantage" in page
