@@ -14,7 +14,6 @@ from cct.rollout import Rollout
 from .base import Broken, hypothesis
 
 PROMPT = 3  # prompt positions of a case
-PER_TOKEN = ("mask", "rewards", "logprobs", "rollout_logprobs", "values", "reference_logprobs")
 NOISE = (float("nan"), float("inf"), -3.0)
 
 # A tensor may hold so many times more numbers at four times the length: four, and what does not grow is small change.
@@ -82,6 +81,14 @@ def fill(
         return (torch.rand(shape, generator=generator) * 100).round() / 100
 
     seen = mask.flip(1).cummax(1).values.flip(1) if width else mask
+    branches = mask & (draw(rows, width) < 0.4)
+    further = {
+        "anchors": (draw(rows, width) * 2).long(),
+        "starts": branches,
+        "branch_values": draw(rows, width) * branches,
+        "greedy_scores": draw(2)[groups % 2],  # of the group's prompt
+    }
+    there = {field.name for field in fields(Rollout)}
     truncated = truncated & mask.any(1)
     return Rollout(
         input_ids=torch.randint(3, 20, (rows, PROMPT + width), generator=generator),
@@ -98,6 +105,7 @@ def fill(
         stats={name: draw(rows, width) for name in (*statistics, "entropy")},
         moments={} if first else {name: (0.5, 0.3) for name in (*statistics, "entropy")},
         seed=seed,
+        **{name: x for name, x in further.items() if name in there},  # type: ignore[arg-type]
     )
 
 
@@ -110,15 +118,21 @@ def full(rows: int, width: int, statistics: Any) -> Rollout:
 
 
 # --- the same rollout, written differently --------------------------------------------------------
-def each_tensor(rollout: Rollout, change: Any, names: tuple[str, ...] = PER_TOKEN) -> Rollout:
-    """`change` on every [B, T] tensor of these names, and on the statistics."""
-    found = {name: change(getattr(rollout, name)) for name in names if getattr(rollout, name) is not None}
+def each_tensor(rollout: Rollout, change: Any, *, mask: bool = True) -> Rollout:
+    """`change` on every tensor [B, T], statistics included; on the mask too unless said otherwise."""
+    found = {
+        field.name: change(x)
+        for field in fields(rollout)
+        if isinstance(x := getattr(rollout, field.name), Tensor)
+        and x.shape == rollout.mask.shape
+        and (mask or field.name != "mask")
+    }
     return rollout.replace(**found, stats={name: change(x) for name, x in rollout.stats.items()})
 
 
 def noisy(rollout: Rollout, noise: float) -> Rollout:
     """Noise wherever the mask is off."""
-    return each_tensor(rollout, lambda x: x.where(rollout.mask, noise), PER_TOKEN[1:])
+    return each_tensor(rollout, lambda x: x.where(rollout.mask, noise) if x.is_floating_point() else x, mask=False)
 
 
 def reordered(rollout: Rollout, index: Tensor) -> Rollout:
@@ -164,9 +178,9 @@ def rows_of(rollout: Rollout, rows: Tensor, width: int | None = None) -> Rollout
     width = rollout.mask.shape[1] if width is None else width
     some = each_tensor(rollout, lambda x: x[rows, :width])
     per_row = {
-        name: getattr(rollout, name)[rows]
-        for name in ("groups", "truncated", "bootstrap")
-        if getattr(rollout, name) is not None
+        field.name: x[rows]
+        for field in fields(rollout)
+        if isinstance(x := getattr(rollout, field.name), Tensor) and x.dim() == 1
     }
     end = PROMPT + width
     return some.replace(**per_row, input_ids=rollout.input_ids[rows, :end], attention_mask=rollout.attention_mask[rows, :end])

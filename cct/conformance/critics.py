@@ -111,7 +111,8 @@ def form(critic: Critic, batch: Batch) -> None:
     found = _real(batch, values(critic, batch))
     if not bool(found.isfinite().all()):
         raise Broken(f"values are not finite: {numbers(found)}")
-    if critic.output == "bounded" and (float(found.min()) < min(0.0, BOUNDS[0]) or float(found.max()) > BOUNDS[1]):
+    bounded = getattr(critic, "bounded", getattr(critic, "output", "") == "bounded")
+    if bounded and (float(found.min()) < min(0.0, BOUNDS[0]) or float(found.max()) > BOUNDS[1]):
         raise Broken(f"values leave the rewards' bounds {BOUNDS}: {numbers(found)}")
 
 
