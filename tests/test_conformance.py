@@ -483,6 +483,7 @@ def test_the_smallest_failing_case_can_be_pasted():
     pasted: dict = {"torch": torch}
     exec(verdict.example, pasted)
     assert [True, False, True] in pasted["mask"].tolist() and pasted["rewards"].abs().sum() > 0
+    assert pasted["mask"].dtype == torch.bool and pasted["rewards"].dtype == torch.float32
     assert "values" not in pasted  # it reads none
     (verdict,) = check(UndetachedValues(), only="gradient")
     exec(verdict.example, pasted)

@@ -224,17 +224,20 @@ def numbers(x: Tensor) -> str:
     return short(x.detach().tolist())
 
 
+def _tensor(x: Tensor) -> str:
+    kind = ".bool()" if x.dtype == torch.bool else ".float()" if x.is_floating_point() else ""
+    return f"torch.tensor({numbers(x.int() if x.dtype == torch.bool else x)}){kind}"
+
+
 def python(**tensors: Any) -> str:
     """Tensors as Python to paste."""
     lines = []
     for name, x in tensors.items():
         if isinstance(x, Tensor):
-            kind = ".bool()" if x.dtype == torch.bool else ""
-            lines.append(f"{name} = torch.tensor({numbers(x.int() if kind else x)}){kind}")
+            lines.append(f"{name} = {_tensor(x)}")
         elif isinstance(x, dict):
             inside = ", ".join(
-                f"{key!r}: torch.tensor({numbers(value)})" if isinstance(value, Tensor) else f"{key!r}: {value}"
-                for key, value in x.items()
+                f"{key!r}: {_tensor(value)}" if isinstance(value, Tensor) else f"{key!r}: {value}" for key, value in x.items()
             )
             lines.append(f"{name} = {{{inside}}}")
         elif x is not None:
