@@ -93,6 +93,15 @@ def _parser() -> argparse.ArgumentParser:
 
     listing = add("ls", _ls, "list the registered components")
     listing.add_argument("axis", nargs="?", choices=AXES)
+    listing.add_argument("--markdown", action="store_true", help="as the page docs/catalogue.md, of what comes with cct")
+
+    operator = add("check-operator", _check_operator, "run the conformance suite on a part, one's own included")
+    operator.add_argument("operator", metavar="NAME_OR_FILE:NAME", help="a registered name, or file.py:NAME")
+    operator.add_argument(
+        "--axis", choices=("transport", "gate", "geometry", "critic", "evidence"), help="where a name is several"
+    )
+    operator.add_argument("--examples", type=int, default=60, metavar="N", help="inputs tried on each property (default: 60)")
+    operator.add_argument("--set", action="append", default=[], metavar="a=b", help="change a knob; may be repeated")
 
     schema = add("schema", _schema, "print the JSON Schema of recipes, for editors")
     schema.add_argument("recipe", nargs="?", help="include this recipe's plug-ins")
@@ -103,6 +112,14 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = add("eval", _eval, "greedy evaluation of a finished run, on the held-out problems and the frozen sets")
     evaluate.add_argument("run", type=Path)
+
+    replay = add("replay", _replay, "recompute the credit of a run's stored rollouts under other transports, and compare")
+    replay.add_argument("run", type=Path)
+    replay.add_argument(
+        "--transport", action="append", default=[], metavar="YAML", help="a name or '{use: gae, lam: 0.95}'; may be repeated"
+    )
+
+    replay.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
 
     export = add("export", _export, "write the policy of a run's checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path)
@@ -195,6 +212,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _ls(arguments: argparse.Namespace) -> int:
     from cct.registry import REGISTRIES, load_entry_points
 
+    if arguments.markdown:
+        from cct.catalogue import catalogue
+
+        print(catalogue(AXES), end="")
+        return 0
     load_entry_points()
     for axis in [arguments.axis] if arguments.axis else AXES:
         registry = REGISTRIES[axis]
@@ -207,6 +229,12 @@ def _ls(arguments: argparse.Namespace) -> int:
                     default = "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
                     print(f"      {knob + ' = ' + default:<34} {' '.join((field.description or '').split())}")
     return 0
+
+
+def _check_operator(arguments: argparse.Namespace) -> int:
+    from cct.conformance.report import print_verdicts
+
+    return print_verdicts(arguments.operator, arguments.axis, arguments.set, arguments.examples)
 
 
 def _shown(value: object) -> str:
@@ -233,7 +261,8 @@ def _new(arguments: argparse.Namespace) -> int:
 
     for path in new_transport(arguments.name, Path.cwd()):
         print(f"wrote {path}")
-    print(f"try: cct run {arguments.name}.yaml, and: pytest test_{arguments.name}.py")
+    name = arguments.name
+    print(f"try: cct run {name}.yaml, pytest test_{name}.py, and cct check-operator {name}.py:{name}")
     return 0
 
 
@@ -250,6 +279,12 @@ def _eval(arguments: argparse.Namespace) -> int:
     for name, value in metrics.items():
         print(f"{name:<{width}} {value:.4f}")
     return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from cct.replay import print_replay
+
+    return print_replay(arguments.run, arguments.transport, arguments.plugin)
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from cct.critic import Critic, critics
@@ -143,6 +143,11 @@ class Logging(Knobs):
     """Lightning logger; tensorboard needs the extra `.[tensorboard]`."""
     samples: int = Field(8, ge=0, le=1000)
     """Responses per iteration in samples.jsonl."""
+    rollouts: Literal["auto", "always", "never"] = "auto"
+    """Keep what transports read of each iteration in rollouts/, for `cct replay`: auto leaves off for the rest of a run
+    whose rollouts would take more than rollouts_mb, always has no limit."""
+    rollouts_mb: float = Field(64.0, gt=0, le=1e6)
+    """Megabytes that auto gives the rollouts of one run."""
 
 
 class Recipe(Knobs):
@@ -516,6 +521,30 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         return Recipe.model_validate(source.data)
     except ValidationError as error:
         raise RecipeError(*(_describe(problem, source, Path(path)) for problem in _joined(error.errors()))) from None
+
+
+def read_part(axis: str, written: str, overrides: Sequence[str] = ()) -> Component:
+    """A component as a recipe would hold it, from YAML: a name or `{use: name, knob: value}`, and `--set`s of its knobs.
+
+    Raises RecipeError.
+    """
+    try:
+        data = yaml.safe_load(written)
+    except (yaml.YAMLError, ValueError) as error:
+        raise RecipeError(f"{axis} {written}: not YAML ({getattr(error, 'problem', None) or error})") from None
+    source = _Source({axis: data})
+    for text in overrides:
+        source = _override(f"{axis}.{text}").lay_over(source)
+    registry = REGISTRIES[axis]
+    try:
+        adapter: TypeAdapter[Component] = TypeAdapter(Annotated[registry.base, registry])  # type: ignore[arg-type]
+        return adapter.validate_python(source.data[axis])
+    except ValidationError as error:
+        problems = [
+            f"{dotted((axis, *problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
+            for problem in _joined(error.errors())
+        ]
+        raise RecipeError(*problems) from None
 
 
 def _import_plugins(source: _Source) -> list[dict[str, Any]]:

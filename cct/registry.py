@@ -98,6 +98,16 @@ class Component(Knobs):
         """What it provides to other parts."""
         return frozenset()
 
+    @property
+    def claims(self) -> frozenset[str]:
+        """Properties of the conformance suite that it has though not every operator does, for example `causal`."""
+        return frozenset()
+
+    @property
+    def waives(self) -> dict[str, str]:
+        """Properties of the conformance suite that it gives up, and why; the suite says which can be."""
+        return {}
+
     def ready(self) -> None:
         """Raises ValueError where it cannot work here, for want of a library or a file; `cct check` and `cct run` ask first."""
 

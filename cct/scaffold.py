@@ -31,6 +31,10 @@ class {cls}(Transport):
     def needs(self) -> frozenset[str]:
         return frozenset({{"groups"}})  # responses are compared within a prompt; `values` would ask for a critic
 
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset({{"split"}})  # no prompt's credit depends on another's; the conformance suite looks
+
     def __call__(self, rollout: Rollout) -> Credit:
         from cct.transport import group_advantage
 
@@ -55,44 +59,28 @@ TEST = '''"""What {name} promises."""
 
 from pathlib import Path
 
+import pytest
 import torch
 
+from cct.conformance import check
 from cct.recipe import load_recipe
 from cct.rollout import Rollout
 
-HERE = Path(__file__).parent
+TRANSPORT = load_recipe(Path(__file__).parent / "{name}.yaml").transport
 
 
-def rollout(rewards: list[float], length: int = 4) -> Rollout:
-    """Responses of `length` tokens to one prompt, rewarded at the end."""
-    rows = len(rewards)
-    reward, mask = torch.zeros(rows, length), torch.ones(rows, length, dtype=torch.bool)
-    reward[:, -1] = torch.tensor(rewards)
-    ids = torch.zeros(rows, length + 1, dtype=torch.long)
-    groups = torch.zeros(rows, dtype=torch.long)
-    return Rollout(ids, torch.ones_like(ids), mask, reward, groups, ~mask[:, 0], torch.zeros(rows, length))
-
-
-def transport():
-    return load_recipe(HERE / "{name}.yaml").transport
+@pytest.mark.parametrize("verdict", check(TRANSPORT), ids=lambda verdict: verdict.property)
+def test_it_conforms(verdict):
+    assert verdict.outcome != "FAILED", f"{{verdict.says}}: {{verdict.why}}\\n{{verdict.example}}"
 
 
 def test_the_better_response_gets_credit():
-    advantages = transport()(rollout([1.0, 0.0])).advantages
+    rewards, mask = torch.zeros(2, 4), torch.ones(2, 4, dtype=torch.bool)
+    rewards[0, -1] = 1.0  # of two responses to one prompt, the first is right
+    ids, groups = torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    rollout = Rollout(ids, torch.ones_like(ids), mask, rewards, groups, ~mask[:, 0], torch.zeros(2, 4))
+    advantages = TRANSPORT(rollout).advantages
     assert (advantages[0] > 0).all() and (advantages[1] < 0).all()
-
-
-def test_equal_responses_get_none():
-    assert transport()(rollout([1.0, 1.0])).advantages.eq(0).all()
-
-
-def test_masked_tokens_change_nothing():
-    clean = rollout([1.0, 0.0])
-    noisy = clean.replace(mask=clean.mask.clone(), rewards=clean.rewards.clone())
-    noisy.mask[:, 0] = False
-    noisy.rewards[:, 0] = float("nan")
-    credit = transport()(noisy).advantages
-    assert credit[:, 0].eq(0).all() and torch.equal(credit[:, 1:], transport()(clean).advantages[:, 1:])
 '''
 
 

@@ -14,8 +14,8 @@ LAYERS = [
     ("rollout",),
     AXES,
     ("recipe",),
-    ("training", "explain", "scaffold", "preflight"),
-    ("study", "plan"),
+    ("training", "explain", "scaffold", "preflight", "catalogue"),
+    ("study", "plan", "conformance", "replay"),
     ("report",),
     ("cli",),
 ]
@@ -80,7 +80,7 @@ def test_imports_point_one_way(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_knobs_need_no_torch(path):
-    if part_of(path) in ("training", "study", "report") or path.name in TENSOR_FILES:
+    if part_of(path) in ("training", "study", "report", "conformance", "replay") or path.name in TENSOR_FILES:
         return
     heavy = [
         f"{path}:{line} imports {module}"

@@ -88,7 +88,14 @@ def test_help_imports_nothing_heavy():
 
 
 def test_checks_and_lists_import_neither_torch_nor_transformers_nor_lightning():
-    argvs = [["check", *map(str, (COMPO, GRPO))], ["ls"], ["ls", "gate"], ["schema"], ["run", str(COMPO), "--dry-run"]]
+    argvs = [
+        ["check", *map(str, (COMPO, GRPO))],
+        ["ls"],
+        ["ls", "gate"],
+        ["ls", "--markdown"],
+        ["schema"],
+        ["run", str(COMPO), "--dry-run"],
+    ]
     done = python("-c", LIGHT.format(argvs=argvs))
     assert done.stdout.strip() == "['pydantic']", done.stderr
 

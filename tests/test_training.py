@@ -175,7 +175,14 @@ def test_remax_trains_two_iterations_and_says_what_it_cost(tmp_path):
 def test_a_run_folder_holds_what_the_docs_say_and_a_second_run_takes_another(tmp_path):
     first, second = run(tiny(), tmp_path), run(tiny(), tmp_path)
     assert (first.name, second.name) == ("001", "002")
-    for name in ("recipe.yaml", "metrics.jsonl", "samples.jsonl", "policy/config.json", "logs/from_000000/metrics.csv"):
+    for name in (
+        "recipe.yaml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "policy/config.json",
+        "logs/from_000000/metrics.csv",
+        "rollouts/1.safetensors",
+    ):
         assert (first / name).is_file(), name
     samples = [json.loads(line) for line in (first / "samples.jsonl").read_text().splitlines()]
     assert samples[0].keys() == {"iteration", "prompt", "response", "reward", "advantage", "finished"}

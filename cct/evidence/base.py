@@ -76,5 +76,12 @@ class Evidence(Component):
         """Least and greatest total a response can get before weighting; bounded critics rely on it."""
         return 0.0, 1.0
 
+    @property
+    def example(self) -> Prompt:
+        """A prompt that it can judge responses to; the conformance suite takes it."""
+        from cct.rollout import Prompt
+
+        return Prompt("3+4=", "7")
+
 
 evidences: Registry[Evidence] = Registry("evidence", Evidence)

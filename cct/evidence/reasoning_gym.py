@@ -34,6 +34,12 @@ class ReasoningGymScore(Evidence):
         score = float(scorer(answer, prompt.meta["entry"])) if answer is not None else 0.0
         return score if self.partial or score >= 1 else 0.0
 
+    @property
+    def example(self) -> Prompt:
+        config = {"min_terms": 2, "max_terms": 2}
+        entry = optional("reasoning_gym", "reasoning-gym").create_dataset("chain_sum", seed=0, size=1, **config)[0]
+        return Prompt(entry["question"], entry["answer"], {"dataset": "chain_sum", "config": config, "entry": entry})
+
 
 @lru_cache(maxsize=256)
 def _scorer(name: str, config: str) -> Callable[[str, dict[str, Any]], float]:

@@ -27,6 +27,10 @@ class PPOClip(Geometry):
     dual_clip: float | None = Field(None, gt=1, le=100)
     """Bound on the ratio where the advantage is negative (Ye et al. 2020); null for none."""
 
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset({"packed"})
+
     def surrogate(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:

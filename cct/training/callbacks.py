@@ -21,6 +21,7 @@ from cct.recipe import Recipe
 
 from .module import CreditModule, RolloutData
 from .ranks import Ranks
+from .rollouts import store
 from .rows import evaluate
 
 KEEP_CHECKPOINTS = 2  # the newest, and one before it should the newest be cut short
@@ -96,6 +97,7 @@ class Recorder(Callback):
             with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
                 for sample in ended.samples:
                     file.write(json.dumps({"iteration": iteration, **asdict(sample)}, ensure_ascii=False) + "\n")
+            store(ended.rollout, self.folder, iteration, self.recipe.logging)
         if last or (iteration > 0 and iteration % self.recipe.training.checkpoint_every == 0):
             trainer.save_checkpoint(self.folder / "checkpoints" / f"{iteration:06d}.ckpt")
             for old in checkpoints(self.folder)[:-KEEP_CHECKPOINTS] if trainer.is_global_zero else []:

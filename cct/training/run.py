@@ -31,6 +31,7 @@ from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
 from .collect import Collector
 from .module import CreditModule, RolloutData
 from .ranks import Ranks
+from .rollouts import drop_after
 from .rows import encode, evaluate, evaluate_frozen
 from .strategies import strategy_of
 from .warm_start import warm_start
@@ -192,6 +193,7 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
                 if json.loads(line)["iteration"] <= reached
             ]
             (folder / name).write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    drop_after(folder, reached)
     train(recipe, folder, console=console, checkpoint=saved[-1])
 
 

@@ -59,6 +59,11 @@ def _scan_steps(a: Tensor, b: Tensor) -> Tensor:
     return out_TB.t()
 
 
+def _at_least_float32(x: Tensor) -> Tensor:
+    """In eight bits a sum over a response loses its digits, and then its deviation falls below what counts as any."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 def _next_step(mask: Tensor) -> Tensor:
     """Index of the next unmasked position after t, [B, T]; T where there is none."""
     length = mask.shape[1]
@@ -91,7 +96,7 @@ def gated_gae(
     `decay`: each multiplies credit by gamma*lam, with r = V = 0. `cut`: no credit crosses them and the
     step before bootstraps from 0.
 
-    Returns advantages and value targets, [B, T], 0 at masked positions; whatever stands at a masked
+    Returns advantages and value targets, [B, T], float32 at least, 0 at masked positions; whatever stands at a masked
     position, NaN included, changes nothing. Raises ValueError on shapes that disagree.
     Sources: Schulman et al. 2016 (GAE); torchrl `generalized_advantage_estimate` with tensor gamma.
     """
@@ -128,7 +133,7 @@ class _Steps:
         if gap not in GAPS:
             raise ValueError(f"gap must be 'carry', 'decay' or 'cut'; got {gap!r}")
         mask = mask.bool()
-        rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)
+        rewards, values = (_at_least_float32(x).masked_fill(~mask, 0.0) for x in (rewards, values))
         last_step = torch.where(mask, torch.arange(mask.shape[1], device=mask.device), 0).cummax(1).values
         following = _next_step(mask)
         is_step = mask | (following < mask.shape[1]) if gap == "decay" else mask

@@ -31,6 +31,14 @@ class CriticTrace(Transport):
     def whitens(self) -> Literal["token", "sequence"] | None:
         return "token" if self.whiten else None
 
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset() if self.whiten else frozenset({"causal", "linear", "split"})
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {} if self.gap == "carry" else {"gap": f"gap: {self.gap} lets masked tokens count"}
+
     def _finish(self, rollout: Rollout, advantages: Tensor) -> Tensor:
         from .functional import whiten
 
@@ -98,6 +106,15 @@ class CompGAE(LambdaTrace):
     @property
     def statistics(self) -> dict[str, Statistic]:
         return self.gate.statistics
+
+    @property
+    def claims(self) -> frozenset[str]:
+        return super().claims if "split" in self.gate.claims else super().claims - {"split"}
+
+    @property
+    def waives(self) -> dict[str, str]:
+        inherited = {name: why for name, why in self.gate.waives.items() if name in ("gap", "padding", "order")}
+        return {name: f"gate '{self.gate.use}': {why}" for name, why in inherited.items()} | super().waives
 
     def __call__(self, rollout: Rollout) -> Credit:
         gate = self.gate(rollout)

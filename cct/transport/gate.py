@@ -37,6 +37,14 @@ class ConstantGate(Gate):
     def statistics(self) -> dict[str, Statistic]:
         return self.of.statistics if self.of else {}
 
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset() if self.of else frozenset({"split"})
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {**self.of.waives, "future": "a control: it has the rate of the whole batch"} if self.of else {}
+
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import geometric_mean
 
@@ -80,11 +88,19 @@ class StatisticGate(Gate):
         """The statistic as it is known before each token."""
         return measured
 
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset() if self.match_gamma else frozenset({"split"})
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {"future": "match_gamma rescales by the mean of the whole batch"} if self.match_gamma else {}
+
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import masked_mean_std, match_mean_log, sigmoid_gate
 
         (name,) = self.statistics
-        measured = rollout.stats[name]
+        measured = rollout.stats[name].detach()
         mean, std = rollout.moments.get(name) or [float(x) for x in masked_mean_std(measured, rollout.mask)]
         low, high = [0.5 ** (1 / h) for h in self.half_life] if self.half_life else (self.low, self.high)
         slope = self.sign * self.slope * (1 if self.rising else -1)
@@ -246,8 +262,15 @@ class MixtureGate(_Several):
 class _Control(Gate):
     """A gate that keeps something of another one and destroys the rest."""
 
+    breaks: ClassVar[dict[str, str]] = {}
+    """What it waives besides `future`, and why."""
+
     of: Annotated[Gate, gates] = AttentionGate()
     """The gate it is a control of."""
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {**self.of.waives, "future": "a control: it moves gates between tokens", **self.breaks}
 
     @property
     def needs(self) -> frozenset[str]:
@@ -261,6 +284,8 @@ class _Control(Gate):
 @gates.register("shuffle")
 class ShuffleGate(_Control):
     """Control: another gate's values, permuted within each response (which keeps their product)."""
+
+    breaks = dict.fromkeys(("gap", "padding", "order"), "it draws for each row and position")
 
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import shuffle_within
@@ -282,6 +307,8 @@ class PositionGate(_Control):
 class SwapGate(_Control):
     """Control: another response's gates, stretched to this one's length."""
 
+    breaks = {"order": "it takes the next row's gates"}
+
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import swap_between
 
@@ -291,6 +318,8 @@ class SwapGate(_Control):
 @gates.register("random")
 class RandomGate(_Control):
     """Control: values drawn independently from another gate's marginal distribution."""
+
+    breaks = dict.fromkeys(("gap", "padding", "order"), "it draws for each row and position")
 
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import draw_marginal

@@ -1,0 +1,54 @@
+"""`cct ls --markdown`: every part that comes with cct, from its docstrings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import cct.recipe  # noqa: F401  (registers every axis)
+from cct.registry import REGISTRIES, Component
+
+HEAD = """# Every part
+
+Made from the docstrings by `cct ls --markdown > docs/catalogue.md`; a test compares the two. `cct ls AXIS` prints the same
+on a terminal, plug-ins included. Knobs that every part of an axis has stand once, above its table,
+and again where a part's default is another.
+"""
+
+
+def catalogue(axes: Sequence[str]) -> str:
+    """The page, of the parts that come with cct."""
+    return "\n".join([HEAD, *(_axis(axis) for axis in axes)])
+
+
+def _axis(axis: str) -> str:
+    registry = REGISTRIES[axis]
+    own = [registry[name] for name in registry.names() if registry[name].__module__.startswith("cct.")]
+    shared = list(registry.base.model_fields)
+    lines = [f"## {axis}", ""]
+    if shared:
+        lines += ["Every one has:", "", *(f"- {_knob(registry.base, knob)}" for knob in shared), ""]
+    lines += ["| name | what it is | knobs |", "|---|---|---|"]
+    for cls in own:
+        knobs = [_knob(cls, knob) for knob in cls.model_fields if knob not in shared or _differs(cls, registry.base, knob)]
+        lines.append(f"| `{cls.use}` | {_cell(cls.summary())} | {'<br>'.join(knobs) or 'none'} |")
+    return "\n".join([*lines, ""])
+
+
+def _differs(cls: type[Component], base: type[Component], knob: str) -> bool:
+    return _default(cls, knob) != _default(base, knob)
+
+
+def _default(cls: type[Component], knob: str) -> str:
+    field = cls.model_fields[knob]
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return f"{{use: {value.use}}}" if isinstance(value, Component) else str(value)
+
+
+def _knob(cls: type[Component], knob: str) -> str:
+    return _cell(f"`{knob}` ({_default(cls, knob)}) {' '.join((cls.model_fields[knob].description or '').split())}")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

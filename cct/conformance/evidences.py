@@ -1,0 +1,106 @@
+"""Properties of evidence: a verdict on any text."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cct.evidence import Evidence, Failure
+from cct.rollout import Prompt, Response
+
+from .base import Broken, Property, hypothesis
+
+SLACK = 1e-6
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Responses to one prompt; a `#` stands for the gold answer."""
+
+    texts: tuple[str, ...]
+    finished: bool
+
+    def responses(self, prompt: Prompt) -> list[Response]:
+        return [
+            Response(text.replace("#", prompt.answer), tuple(range(3, 4 + len(text))), self.finished) for text in self.texts
+        ]
+
+
+def cases() -> Any:
+    st = hypothesis().strategies
+    piece = st.sampled_from(["#", "# ", "\n", "12", "-", "a", "\\boxed{#}", "$", "}", "é", "<answer>", "0.5"])
+    text = st.lists(piece, max_size=6).map("".join)
+    return st.builds(Texts, st.lists(text, min_size=1, max_size=3).map(tuple), st.booleans())
+
+
+def verdict_of(evidence: Evidence, prompt: Prompt, response: Response) -> float:
+    """The total that it gives. Raises Broken where it is neither a finite number nor one for each token."""
+    try:
+        verdict = evidence(prompt, response)
+        rewards = [float(verdict)] if isinstance(verdict, int | float) else [float(x) for x in verdict]
+    except Exception as error:
+        raise Broken(f"it raised {type(error).__name__}: {error}, judging {response.text!r}") from error
+    if not isinstance(verdict, int | float) and len(rewards) != len(response.tokens):
+        raise Broken(f"it gave {len(rewards)} rewards for {len(response.tokens)} tokens: {verdict!r}")
+    if not all(map(math.isfinite, rewards)):
+        raise Broken(f"it gave {verdict!r} for {response.text!r}; expected finite numbers")
+    return math.fsum(rewards)
+
+
+def form(evidence: Evidence, case: Texts) -> None:
+    low, high = evidence.bounds
+    prompt = evidence.example
+    for response in case.responses(prompt):
+        total = verdict_of(evidence, prompt, response)
+        if not low - SLACK <= total <= high + SLACK:
+            raise Broken(f"it gave {total:g} for {response.text!r}, outside its bounds [{low:g}, {high:g}]")
+
+
+def short(evidence: Evidence, case: None) -> None:
+    for text in ("", " ", "\x00", "(" * 500, "9" * 2000):
+        verdict_of(evidence, evidence.example, Response(text, tuple(range(len(text) or 1)), True))
+
+
+def determinism(evidence: Evidence, case: Texts) -> None:
+    prompt = evidence.example
+    responses = case.responses(prompt)
+    states = random.getstate(), torch.get_rng_state()
+    first = [verdict_of(evidence, prompt, response) for response in responses]
+    again = [verdict_of(evidence, prompt, response) for response in reversed(responses)][::-1]
+    if first != again:
+        raise Broken(f"judged again in the reverse order, it gives {again} in place of {first}")
+    if random.getstate() != states[0] or not torch.equal(torch.get_rng_state(), states[1]):
+        raise Broken("it draws from a global generator, which the run's seed does not reach")
+
+
+def batch(evidence: Evidence, case: Texts) -> None:
+    prompt = evidence.example
+    responses = case.responses(prompt)
+    try:
+        together = evidence.judge_batch([prompt] * len(responses), responses)
+    except Exception as error:
+        raise Broken(f"judge_batch raised {type(error).__name__}: {error}; a failure is an entry of its list") from error
+    alone = [verdict_of(evidence, prompt, response) for response in responses]
+    if len(together) != len(alone):
+        raise Broken(f"judge_batch gave {len(together)} verdicts on {len(alone)} responses")
+    for response, one, other in zip(responses, alone, together, strict=True):
+        total = math.nan if isinstance(other, Failure) else other if isinstance(other, int | float) else math.fsum(other)
+        if not math.isclose(one, total, rel_tol=1e-4, abs_tol=1e-5):
+            raise Broken(f"in a batch {response.text!r} gets {other}, alone {one:g}")
+
+
+EVIDENCE = [
+    Property("form", "a finite number within its bounds, or one reward for each token that adds up to one", form),
+    Property("short", "a verdict on empty, garbled and long responses too", short, cases=0, waivable=True),
+    Property("determinism", "the same response gets the same, in any order, from no global generator", determinism),
+    Property("batch", "a batch is judged as its responses are one by one", batch),
+]
+
+
+def show(evidence: Evidence, case: Texts) -> str:
+    lines = [f"prompt = {evidence.example!r}"]
+    return "\n".join([*lines, *(f"response = {response!r}" for response in case.responses(evidence.example))])

@@ -1,0 +1,48 @@
+"""Which properties an operator is held to, and the verdicts on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cct.critic import Critic
+from cct.evidence import Evidence
+from cct.geometry import Geometry
+from cct.registry import Component
+from cct.transport import Gate, Transport
+
+from . import cases, critics, evidences, geometries, operators
+from .base import Property, Verdict, judge
+
+EXAMPLES = 60
+# A forward of a model, or a verifier, costs a hundred times as much as a transport.
+SLOW = 3
+
+SUITES: dict[type[Component], tuple[list[Property], Any, Any, int]] = {
+    Transport: (operators.TRANSPORT, cases.cases, operators.show, 1),
+    Gate: (operators.GATE, cases.cases, operators.show, 1),
+    Geometry: (geometries.GEOMETRY, cases.cases, geometries.show, 1),
+    Critic: (critics.CRITIC, critics.cases, critics.show, SLOW),
+    Evidence: (evidences.EVIDENCE, evidences.cases, evidences.show, SLOW),
+}
+
+
+def _suite(operator: Component) -> tuple[list[Property], Any, Any, int]:
+    for base, suite in SUITES.items():
+        if isinstance(operator, base):
+            return suite
+    raise ValueError(f"{type(operator).__name__} is no transport, gate, geometry, critic or evidence")
+
+
+def properties(operator: Component) -> list[Property]:
+    """What an operator of its axis is held to."""
+    return _suite(operator)[0]
+
+
+def check(operator: Component, *, examples: int = EXAMPLES, only: str = "") -> list[Verdict]:
+    """A verdict on each property, or on the one named; the same every time.
+
+    examples: inputs that each property is tried on; a third of it for critics and evidence. Raises ValueError where the
+    operator is of another axis or Hypothesis is not installed.
+    """
+    found, strategy, show, slow = _suite(operator)
+    return judge(operator, found, strategy(), max(1, examples // slow), lambda case: show(operator, case), only)

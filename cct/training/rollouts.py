@@ -1,0 +1,76 @@
+"""rollouts/ of a run: what a transport reads of each iteration, as safetensors, so that other transports can be tried on it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cct.recipe import Logging, RecipeError
+from cct.rollout import Rollout
+
+FULL = "full"  # a file of this name: the limit was reached, nothing is kept from there on
+
+
+def store(rollout: Rollout, folder: Path, iteration: int, logging: Logging) -> None:
+    """Write `rollouts/ITERATION.safetensors`, unless the recipe says otherwise or the run's limit is reached."""
+    place = folder / "rollouts"
+    if logging.rollouts == "never" or (logging.rollouts == "auto" and (place / FULL).exists()):
+        return
+    tensors = {
+        field.name: value.detach().cpu().contiguous()
+        for field in fields(rollout)
+        if isinstance(value := getattr(rollout, field.name), Tensor)
+    }
+    tensors |= {f"stats/{name}": x.detach().float().cpu().contiguous() for name, x in rollout.stats.items()}
+    # Token numbers are small, and padding is seen from the mask: half the bytes.
+    tensors = {name: x.to(torch.int32) if x.dtype == torch.int64 else x for name, x in tensors.items()}
+    tensors["attention_mask"] = tensors["attention_mask"].bool()
+    place.mkdir(exist_ok=True)
+    if logging.rollouts == "auto":
+        size = sum(x.numel() * x.element_size() for x in tensors.values())
+        there = sum(path.stat().st_size for path in place.glob("*.safetensors"))
+        if there + size > logging.rollouts_mb * 1e6:
+            (place / FULL).write_text(f"{iteration}\n", encoding="utf-8")
+            return
+    metadata = {"moments": json.dumps(rollout.moments), "seed": str(rollout.seed)}
+    part = place / f".{iteration}"
+    save_file(tensors, part, metadata)
+    part.replace(place / f"{iteration}.safetensors")  # whole or not at all
+
+
+def stored(folder: Path) -> dict[int, Path]:
+    """The rollouts of a run by iteration, the earliest first."""
+    found = {int(path.stem): path for path in (folder / "rollouts").glob("*.safetensors")}
+    return dict(sorted(found.items()))
+
+
+def load(path: Path) -> Rollout:
+    """A stored rollout, on the CPU. Raises RecipeError where the file is none."""
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise RecipeError(f"{path}: cannot be read ({error})") from None
+    whole = {name: x.long() if x.dtype == torch.int32 or name == "attention_mask" else x for name, x in tensors.items()}
+    stats = {name.removeprefix("stats/"): whole.pop(name) for name in list(whole) if name.startswith("stats/")}
+    moments = {name: (float(mean), float(std)) for name, (mean, std) in json.loads(metadata["moments"]).items()}
+    assert all(math.isfinite(x) for pair in moments.values() for x in pair)
+    return Rollout(**whole, stats=stats, moments=moments, seed=int(metadata["seed"]))
+
+
+def drop_after(folder: Path, iteration: int) -> None:
+    """Remove what a resumed run will make again."""
+    for number, path in stored(folder).items():
+        if number > iteration:
+            path.unlink()
+    full = folder / "rollouts" / FULL
+    if full.exists() and int(full.read_text(encoding="utf-8")) > iteration:
+        full.unlink()

@@ -1,0 +1,166 @@
+"""Stored rollouts, and the credit that other transports make of them."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from dataclasses import fields
+
+import pytest
+import torch
+from conftest import make_mask, make_rollout
+from rich.console import Console
+from test_training import collected, run, tiny
+
+from cct.cli import main
+from cct.recipe import Logging, RecipeError
+from cct.replay import Sums, compare
+from cct.training.rollouts import drop_after, load, store, stored
+from cct.training.run import resume
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Two iterations of CompPO and one of critic warm-up."""
+    return run(tiny(), tmp_path_factory.mktemp("runs"))
+
+
+# --- storing --------------------------------------------------------------------------------------
+def test_a_run_stores_what_its_transport_saw(finished):
+    recipe = tiny()
+    assert list(stored(finished)) == [0, 1, 2]
+    _, iteration = collected(recipe.model_copy(update={"training": recipe.training.model_copy(update={"critic_warmup": 0})}))
+    assert load(stored(finished)[1]).input_ids.dtype == iteration.rollout.input_ids.dtype
+    for path in stored(finished).values():
+        rollout = load(path)
+        credit = recipe.transport(rollout)
+        assert credit.advantages.shape == rollout.mask.shape and credit.advantages[rollout.mask].isfinite().all()
+    assert load(stored(finished)[2]).moments.keys() == recipe.transport.statistics.keys()
+
+
+def test_a_rollout_comes_back_whole(tmp_path):
+    rollout = make_rollout(
+        statistics=["a/b", "entropy"], rollout_logprobs=torch.rand(6, 9), moments={"a/b": (0.5, 0.25)}, seed=7
+    )
+    store(rollout, tmp_path, -1, Logging())
+    back = load(stored(tmp_path)[-1])
+    for field in fields(rollout):
+        before, after = getattr(rollout, field.name), getattr(back, field.name)
+        if isinstance(before, torch.Tensor):
+            assert torch.equal(before, after) and before.dtype == after.dtype, field.name
+        elif field.name == "stats":
+            assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+        else:
+            assert before == after, field.name
+
+
+def test_without_a_critic_nothing_is_made_up(tmp_path):
+    store(make_rollout(values=None, bootstrap=None), tmp_path, 1, Logging())
+    assert load(stored(tmp_path)[1]).values is None and load(stored(tmp_path)[1]).bootstrap is None
+
+
+def test_never_always_and_the_limit(tmp_path):
+    rollout = make_rollout()
+    kilobyte = {"rollouts_mb": 0.005}
+    for number in (1, 2, 3, 4):
+        store(rollout, tmp_path / "never", number, Logging(rollouts="never"))
+        store(rollout, tmp_path, number, Logging(**kilobyte))
+    assert not (tmp_path / "never").exists()
+    kept = list(stored(tmp_path))
+    assert kept == list(range(1, len(kept) + 1)) and 1 <= len(kept) < 4
+    assert sum(path.stat().st_size for path in stored(tmp_path).values()) <= 7000
+    store(rollout, tmp_path, 5, Logging(rollouts="always", **kilobyte))
+    assert list(stored(tmp_path)) == [*kept, 5]
+    drop_after(tmp_path, kept[-1])  # what was left out is made again, and may be kept under another limit
+    store(rollout, tmp_path, kept[-1] + 1, Logging())
+    assert list(stored(tmp_path)) == [*kept, kept[-1] + 1]
+
+
+def test_resuming_drops_rollouts_after_the_checkpoint_and_makes_the_same_again(finished, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    resume(folder, None, ["training.iterations=3"], console=Console(file=io.StringIO()))
+    first = stored(folder)[3].read_bytes()
+    (folder / "checkpoints" / "000003.ckpt").unlink()  # as if it had ended before
+    resume(folder, None, [], console=Console(file=io.StringIO()))
+    assert list(stored(folder)) == [0, 1, 2, 3]
+    again, before = load(stored(folder)[3]), tmp_path / "before.safetensors"
+    before.write_bytes(first)
+    assert torch.equal(again.input_ids, load(before).input_ids) and torch.equal(again.values, load(before).values)
+
+
+def test_a_file_that_is_none_is_said(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "1.safetensors").write_text("no")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load(stored(tmp_path)[1])
+
+
+# --- comparing ------------------------------------------------------------------------------------
+def test_sums_by_hand():
+    mask = make_mask("11111", "10000")
+    own, other = torch.zeros(2, 5), torch.zeros(2, 5)
+    own[0], own[1, 0] = torch.tensor([1.0, 2, -1, 0, 1]), 3.0
+    other[0], other[1, 0] = torch.tensor([2.0, 4, -2, 0, -2]), 6.0
+    other[1, 1:] = float("nan")  # never read
+    sums = Sums()
+    sums.add(own[:1], other[:1], mask[:1])  # in two iterations
+    sums.add(own[1:], other[1:], mask[1:])
+    assert sums.tokens == 6 and sums.same_sign == 5 and sums.size == 16
+    assert sums.parts.tolist() == [8, 4, 2, 0, 2]
+    expected = torch.corrcoef(torch.stack([own[mask], other[mask]]))[0, 1]
+    assert sums.correlation == pytest.approx(float(expected))
+
+
+def test_the_run_s_own_transport_is_first_and_equals_itself(finished):
+    iterations, sums = compare(finished, ["grpo", "{use: gae, lam: 0.5}"])
+    assert iterations == [0, 1, 2] and list(sums) == ["comp_gae (the run's own)", "grpo", "{use: gae, lam: 0.5}"]
+    own, grpo, gae = sums.values()
+    assert own.correlation == pytest.approx(1) and own.same_sign == own.tokens == grpo.tokens
+    assert gae.correlation is not None and -1 <= gae.correlation < 0.9999
+    assert own.size == pytest.approx(float(own.parts.sum()))
+
+
+def test_what_does_not_vary_has_no_correlation():
+    sums = Sums()
+    sums.add(torch.rand(2, 3), torch.full((2, 3), 0.1), make_mask("111", "111"))
+    assert sums.correlation is None
+
+
+@pytest.mark.parametrize(
+    ("transport", "says"),
+    [
+        ("gea", "did you mean 'gae'"),
+        ("{use: gae, lam: 2}", "less than or equal to 1"),
+        ("{use: gae", "not YAML"),
+        (
+            "{use: comp_gae, gate: {use: attention, layers: all}}",
+            "statistic concentration/shannon/all/0 .*did not take; stored are: concentration/shannon/last_half/0, entropy",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_is_said(finished, transport, says):
+    with pytest.raises(RecipeError, match=says):
+        compare(finished, [transport])
+
+
+def test_a_run_without_critic_has_no_values_to_replay(tmp_path):
+    folder = run(tiny("grpo"), tmp_path)
+    assert next(iter(compare(folder, [])[1].values())).tokens > 0
+    with pytest.raises(RecipeError, match="the run had no critic"):
+        compare(folder, ["gae"])
+    shutil.rmtree(folder / "rollouts")
+    with pytest.raises(RecipeError, match=r"no rollouts were stored.*logging\.rollouts=always"):
+        compare(folder, [])
+
+
+def test_the_command_prints_a_table_and_takes_a_plugin(finished, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "from cct.rollout import Credit\nfrom cct.transport import Transport, transports\n\n"
+        '@transports.register("replay_mine")\nclass Mine(Transport):\n    """Minus the outcome."""\n'
+        "    def __call__(self, rollout):\n        return Credit(-rollout.scores.unsqueeze(1) * rollout.mask)\n"
+    )
+    assert main(["replay", str(finished), "--transport", "replay_mine", "--plugin", str(tmp_path / "mine.py")]) == 0
+    printed = capsys.readouterr().out
+    assert "3 stored iterations (0 to 2)" in printed and "replay_mine" in printed and "80-100%" in printed
+    assert main(["replay", str(tmp_path)]) == 2 and "not a run folder" in capsys.readouterr().err
