@@ -122,9 +122,9 @@ def test_register_without_a_name_is_refused(flavours):
 
 # --- looking up -------------------------------------------------------------------------------
 def test_an_unknown_name_lists_what_there_is_and_guesses():
-    with pytest.raises(
-        KeyError, match=r"no transport is called 'comp_gea' \(did you mean 'comp_gae'\?\); there are: comp_gae, gae, grpo"
-    ):
+    names = ", ".join(transports.names())
+    assert "comp_gae, gae" in names
+    with pytest.raises(KeyError, match=rf"no transport is called 'comp_gea' \(did you mean 'comp_gae'\?\); there are: {names}"):
         transports["comp_gea"]
     with pytest.raises(KeyError) as caught:
         transports["zzz"]
@@ -174,7 +174,8 @@ def test_an_error_in_a_nested_component_has_the_whole_path():
 def test_what_is_no_component_is_refused_with_the_names(written):
     with pytest.raises(ValidationError) as caught:
         Holder(transport=written)
-    assert "a name or a mapping with the key 'use'; there are: comp_gae, gae, grpo" in caught.value.errors()[0]["msg"]
+    names = ", ".join(transports.names())
+    assert f"a name or a mapping with the key 'use'; there are: {names}" in caught.value.errors()[0]["msg"]
 
 
 def test_a_component_of_another_axis_is_refused():
