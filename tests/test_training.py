@@ -490,7 +490,7 @@ def test_the_engines_log_probabilities_travel_in_the_rollout():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("transport.gate.layers=[9]", r"attention layers \[9\] do not fit a model of 2 layers"),
+        ("transport.gate.layers=[9]", r"layers \[9\] do not fit a model of 2 layers"),
         ("policy={use: pretrained, path: ./nowhere}", r"cannot load '\./nowhere'"),
     ],
 )
