@@ -240,7 +240,11 @@ def _check_operator(arguments: argparse.Namespace) -> int:
 def _shown(value: object) -> str:
     from cct.registry import Component
 
-    return f"{{use: {value.use}}}" if isinstance(value, Component) else str(value)
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, Component):
+        return f"{{use: {value.use}}}"
+    return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
 
 
 def _schema(arguments: argparse.Namespace) -> int:

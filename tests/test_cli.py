@@ -238,6 +238,8 @@ def test_ls_of_an_axis_prints_its_knobs(capsys, axis):
 def test_ls_shows_defaults(capsys):
     output = leaves(["ls", "transport"], capsys)[1]
     assert re.search(r"lam = 1\.0 +Trace decay of the advantage", output) and "gate = {use: attention}" in output
+    assert re.search(r"separator = '\\n' +A token", output)  # on one line
+    assert "parts = [{use: attention}, {use: entropy}] " in leaves(["ls", "gate"], capsys)[1]
     assert re.search(r"path = required +Training problems", leaves(["ls", "task"], capsys)[1])
 
 
