@@ -92,6 +92,10 @@ class DPPO(Geometry):
     ratio_bound: float = Field(20.0, ge=1, le=1e6)
     """Greatest weight of a token that counts."""
 
+    @property
+    def waives(self) -> dict[str, str]:
+        return {"precision": "its bound is of probabilities, and rounding puts a token on the other side of it"}
+
     def surrogate(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:

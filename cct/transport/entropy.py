@@ -68,6 +68,10 @@ class HighEntropy(Transport):
     """Share of the batch's tokens that learn."""
 
     @property
+    def waives(self) -> dict[str, str]:
+        return {name: f"transport '{self.of.use}': {why}" for name, why in self.of.waives.items()}
+
+    @property
     def needs(self) -> frozenset[str]:
         return self.of.needs
 

@@ -418,7 +418,10 @@ def group_advantage(
     if scale == "none":
         return centred
     if scale == "batch":
-        deviation = _deviation(scores, valid, ddof).expand_as(scores)
+        deviation = _deviation(scores, valid, ddof)
+        deviation = deviation.where(deviation > 0, 1.0).expand_as(
+            scores
+        )  # or `raw` of a batch of equals would be divided by eps
     else:
         middle = per_group(scores) / count.clamp(min=1)
         squares = per_group((scores - middle[index]).masked_fill(~valid, 0.0).square())

@@ -207,6 +207,10 @@ class TurnGate(Gate):
     boundary: float = Field(0.9, gt=0, le=1)
     """Discount at the first token of every turn but the first."""
 
+    @property
+    def waives(self) -> dict[str, str]:
+        return {"gap": "a gap ends a turn"}
+
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import turn_starts
 
@@ -220,6 +224,10 @@ class _Several(Gate):
 
     parts: list[Annotated[Gate, gates]] = Field(default=[AttentionGate(), EntropyGate()], min_length=1)
     """The gates."""
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {name: f"gate '{gate.use}': {why}" for gate in self.parts for name, why in gate.waives.items()}
 
     @property
     def needs(self) -> frozenset[str]:

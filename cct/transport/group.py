@@ -46,6 +46,10 @@ class _Group(_CriticFree):
     """What a response alone in its group gets, as the others were dropped: nothing, or its score as it is."""
 
     @property
+    def waives(self) -> dict[str, str]:
+        return {} if self.single == "zero" else {"equal": "single: raw keeps the score of a response alone in its group"}
+
+    @property
     def needs(self) -> frozenset[str]:
         return frozenset({"groups"})
 
@@ -333,6 +337,10 @@ class ReinforcePP(_Whitened):
     """Discount per token."""
     gap: Literal["carry", "decay", "cut"] = "carry"
     """What tokens that the policy did not emit do to credit that crosses them: nothing, decay it, stop it."""
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {} if self.gap == "carry" else {"gap": f"gap: {self.gap} lets masked tokens count"}
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import token_returns

@@ -153,6 +153,10 @@ class Rhythm(Transport):
         return self
 
     @property
+    def waives(self) -> dict[str, str]:
+        return {name: f"transport '{self.of.use}': {why}" for name, why in self.of.waives.items()}
+
+    @property
     def needs(self) -> frozenset[str]:
         return self.of.needs | {"attention"}
 

@@ -29,6 +29,10 @@ class BiLevelGAE(Transport):
     """Shift and scale the batch's advantages to mean 0 and deviation 1 over trainable tokens."""
 
     @property
+    def waives(self) -> dict[str, str]:
+        return {"gap": "a gap ends a turn"}
+
+    @property
     def needs(self) -> frozenset[str]:
         return frozenset({"values"})
 
@@ -69,6 +73,13 @@ class GiGPO(Transport):
     """Divide both parts by their group's standard deviation."""
     eps: float = Field(1e-6, gt=0, le=1)
     """Added to the standard deviation."""
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {
+            "gap": "a gap ends a turn",
+            "equal": "turns from one state are compared by the discounted return after them, which equal responses may differ in",
+        }
 
     @property
     def needs(self) -> frozenset[str]:
