@@ -78,7 +78,7 @@ class GiGPO(Transport):
     def waives(self) -> dict[str, str]:
         return {
             "gap": "a gap ends a turn",
-            "equal": "turns from one state are compared by the discounted return after them, which equal responses may differ in",
+            "equal": "turns from one state are compared by the discounted return after them, where equals may differ",
         }
 
     @property
