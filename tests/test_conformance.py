@@ -17,7 +17,7 @@ import cct.recipe  # noqa: F401  (registers every axis)
 from cct.cli import AXES, main
 from cct.conformance import check, properties
 from cct.critic import Critic
-from cct.critic.towers import Tower
+from cct.critic.towers import Head, Tower
 from cct.evidence import Evidence
 from cct.geometry import Geometry
 from cct.geometry.functional import ppo_clip_loss
@@ -319,7 +319,7 @@ class _Reads(Tower):
     reads_hidden = (2,)
 
     def __init__(self, actor, bounds):
-        super().__init__("scalar", bounds)
+        super().__init__(Head())
         self.out = nn.Linear(actor.config.hidden_size, 1)
 
     def forward(self, trace):
@@ -338,7 +338,7 @@ class ReadsAhead(Critic):
 
 class _Shared(Tower):
     def __init__(self, actor, bounds):
-        super().__init__("scalar", bounds)
+        super().__init__(Head())
         self.body, self.out = actor.base_model, nn.Linear(actor.config.hidden_size, 1)
 
     def forward(self, trace):
