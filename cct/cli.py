@@ -133,7 +133,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     if arguments.recipe is None and arguments.resume is None:
         raise RecipeError("cct run needs a recipe, for example: cct run recipes/compo.yaml")
-    recipe = _checked(arguments.recipe, arguments.set) if arguments.recipe else None
+    recipe = _checked(arguments.recipe, arguments.set, demonstrations=True) if arguments.recipe else None
     if arguments.resume is not None and not (arguments.resume / "recipe.yaml").is_file():
         raise RecipeError(f"{arguments.resume}: not a run folder (no recipe.yaml)")
     if arguments.dry_run:
@@ -166,14 +166,14 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _checked(path: str, overrides: list[str]):
-    """The recipe, its data looked at as well."""
+def _checked(path: str, overrides: list[str], *, demonstrations: bool = False):
+    """The recipe, its data looked at as well; the demonstrations of a warm start before a run only: that takes a second."""
     from cct.preflight import preflight
     from cct.recipe import RecipeError, load_recipe
 
     recipe = load_recipe(path, overrides)
     try:
-        preflight(recipe)
+        preflight(recipe, demonstrations=demonstrations)
     except RecipeError as error:
         raise RecipeError(*(f"{path}: {problem}" for problem in error.problems)) from None
     return recipe
