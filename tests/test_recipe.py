@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from cct.recipe import Recipe, RecipeError, dump_recipe, load_recipe
-from cct.transport import transports
 from cct.transport.gae import GAE, CompGAE
 from cct.transport.gate import AttentionGate, ShuffleGate
 from cct.transport.group import GRPO
@@ -224,7 +223,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         (
             "transport: gea",
             "transport",
-            ["no transport is called 'gea'", "did you mean 'gae'?", f"there are: {', '.join(transports.names())}"],
+            ["no transport is called 'gea'", "did you mean 'gae'?", "there are: abc, "],
         ),
         ("transport: {use: gea, lam: 1}", "transport", ["no transport is called 'gea'", "did you mean 'gae'?"]),
         ("transport: {gate: {use: shuffel}}", "transport.gate", ["no gate is called 'shuffel'", "did you mean 'shuffle'?"]),
