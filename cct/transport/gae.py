@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class CriticTrace(Transport):
-    """What every trace that leans on a critic shares."""
+class TokenCredit(Transport):
+    """Advantages token by token, which may be whitened over the batch's tokens."""
 
-    gap: Literal["carry", "decay", "cut"] = "carry"
-    """What tokens that the policy did not emit do to credit that crosses them: nothing, decay it, stop it."""
     whiten: bool = True
     """Shift and scale the batch's advantages to mean 0 and deviation 1 over trainable tokens."""
 
@@ -31,6 +29,18 @@ class CriticTrace(Transport):
     def whitens(self) -> Literal["token", "sequence"] | None:
         return "token" if self.whiten else None
 
+    def _finish(self, rollout: Rollout, advantages: Tensor) -> Tensor:
+        from .functional import whiten
+
+        return whiten(advantages, rollout.mask) if self.whiten else advantages
+
+
+class CriticTrace(TokenCredit):
+    """What every trace that leans on a critic shares."""
+
+    gap: Literal["carry", "decay", "cut"] = "carry"
+    """What tokens that the policy did not emit do to credit that crosses them: nothing, decay it, stop it."""
+
     @property
     def claims(self) -> frozenset[str]:
         return frozenset() if self.whiten else frozenset({"causal", "linear", "split"})
@@ -38,11 +48,6 @@ class CriticTrace(Transport):
     @property
     def waives(self) -> dict[str, str]:
         return {} if self.gap == "carry" else {"gap": f"gap: {self.gap} lets masked tokens count"}
-
-    def _finish(self, rollout: Rollout, advantages: Tensor) -> Tensor:
-        from .functional import whiten
-
-        return whiten(advantages, rollout.mask) if self.whiten else advantages
 
     def _gae(
         self, rollout: Rollout, gamma: float | Tensor, lam: float | Tensor, lam_value: float | Tensor

@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from cct.rollout import Credit, Rollout
 
-from .base import Transport, transports
+from .base import transports
 from .gae import CriticTrace
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@transports.register("monte_carlo")
-class MonteCarlo(Transport):
-    """The discounted return from each token on, minus the critic's value or as it is (REINFORCE with reward to go)."""
-
-    gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
-    baseline: bool = True
-    """Subtract the critic's value; off needs no critic."""
-    gap: Literal["carry", "decay", "cut"] = "carry"
-    """What tokens that the policy did not emit do to credit that crosses them: nothing, decay it, stop it."""
-    whiten: bool = True
-    """Shift and scale the batch's advantages to mean 0 and deviation 1 over trainable tokens."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"values"} if self.baseline else ())
-
-    @property
-    def whitens(self) -> Literal["token", "sequence"] | None:
-        return "token" if self.whiten else None
-
-    def __call__(self, rollout: Rollout) -> Credit:
-        from .functional import gated_gae, whiten
-
-        zeros = rollout.rewards.new_zeros(rollout.rewards.shape)
-        returns = gated_gae(rollout.rewards, zeros, rollout.mask, gamma=self.gamma, lam=1.0, gap=self.gap)[0]
-        advantages = returns
-        if self.baseline:
-            assert rollout.values is not None
-            advantages = (returns - rollout.values.detach()).masked_fill(~rollout.mask, 0.0)
-        return Credit(whiten(advantages, rollout.mask) if self.whiten else advantages, returns if self.baseline else None)
 
 
 class _Discounted(CriticTrace):
@@ -53,6 +20,29 @@ class _Discounted(CriticTrace):
 
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token."""
+
+
+@transports.register("monte_carlo")
+class MonteCarlo(_Discounted):
+    """The discounted return from each token on, minus the critic's value or as it is (REINFORCE with reward to go)."""
+
+    baseline: bool = True
+    """Subtract the critic's value; off needs no critic."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"values"} if self.baseline else ())
+
+    def __call__(self, rollout: Rollout) -> Credit:
+        from .functional import gated_gae
+
+        zeros = rollout.rewards.new_zeros(rollout.rewards.shape)
+        returns = gated_gae(rollout.rewards, zeros, rollout.mask, gamma=self.gamma, lam=1.0, gap=self.gap)[0]
+        advantages = returns
+        if self.baseline:
+            assert rollout.values is not None
+            advantages = (returns - rollout.values.detach()).masked_fill(~rollout.mask, 0.0)
+        return Credit(self._finish(rollout, advantages), returns if self.baseline else None)
 
 
 @transports.register("td0")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from cct.rollout import Credit, Rollout
 
 from .base import Transport, transports
+from .gae import TokenCredit
 
 
 @transports.register("bi_level_gae")
-class BiLevelGAE(Transport):
+class BiLevelGAE(TokenCredit):
     """GAE from turn to turn, and within each turn GAE from token to token that starts from the turn's advantage (VAGEN)."""
 
     lam: float = Field(1.0, ge=0, le=1)
@@ -25,23 +24,13 @@ class BiLevelGAE(Transport):
     """Discount from turn to turn."""
     lam_turn: float = Field(1.0, ge=0, le=1)
     """Trace decay of the advantage from turn to turn."""
-    whiten: bool = True
-    """Shift and scale the batch's advantages to mean 0 and deviation 1 over trainable tokens."""
 
     @property
     def waives(self) -> dict[str, str]:
         return {"gap": "a gap ends a turn"}
 
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"values"})
-
-    @property
-    def whitens(self) -> Literal["token", "sequence"] | None:
-        return "token" if self.whiten else None
-
     def __call__(self, rollout: Rollout) -> Credit:
-        from .functional import bi_level_gae, whiten
+        from .functional import bi_level_gae
 
         assert rollout.values is not None
         advantages, targets = bi_level_gae(
@@ -55,7 +44,7 @@ class BiLevelGAE(Transport):
             lam_value=self.lam_value,
             bootstrap=rollout.bootstrap,
         )
-        return Credit(whiten(advantages, rollout.mask) if self.whiten else advantages, targets)
+        return Credit(self._finish(rollout, advantages), targets)
 
 
 @transports.register("gigpo")
