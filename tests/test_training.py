@@ -509,6 +509,13 @@ def test_in_bfloat16_the_ratio_starts_at_one_too_and_the_weights_stay_float32(tm
     assert all(w.dtype == torch.float32 for w in final_state(folder)["state_dict"].values())
 
 
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_before_the_first_update_policy_and_reference_agree(precision):
+    _, iteration = collected(tiny("grpo", "geometry.kl_coef=0.1", f"training.precision={precision}"))
+    rollout = iteration.rollout
+    torch.testing.assert_close(rollout.reference_logprobs, rollout.logprobs, rtol=0, atol=1e-5)
+
+
 def test_adapters_train_alone_and_are_merged_on_export(tmp_path):
     pytest.importorskip("peft")
     recipe = tiny("compo", "policy.lora={rank: 2}", "training.learning_rate=1.0e-2", "evidence.0.pattern=(.)")

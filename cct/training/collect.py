@@ -75,7 +75,7 @@ class Collector:
 
     def __init__(self, recipe: Recipe, agent: Agent, tokenizer: PreTrainedTokenizerBase, reference: PreTrainedModel | None):
         self.recipe, self.agent, self.tokenizer = recipe, agent, tokenizer
-        self.reference = Agent(reference, None, agent.temperature) if reference is not None else None
+        self.reference = Agent(reference, None, agent.temperature, bf16=agent.bf16) if reference is not None else None
         self.moments: dict[str, tuple[float, float]] = {}
         self.on_stage: Callable[[str], None] = lambda stage: None
         self._engine: Engine | None = None
