@@ -129,7 +129,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from cct.recipe import RecipeError, load_recipe
+    from cct.loading import load_recipe
+    from cct.recipe import RecipeError
 
     if arguments.recipe is None and arguments.resume is None:
         raise RecipeError("cct run needs a recipe, for example: cct run recipes/compo.yaml")
@@ -168,8 +169,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _checked(path: str, overrides: list[str], *, demonstrations: bool = False):
     """The recipe, its data looked at as well; the demonstrations of a warm start before a run only: that takes a second."""
+    from cct.loading import load_recipe
     from cct.preflight import preflight
-    from cct.recipe import RecipeError, load_recipe
+    from cct.recipe import RecipeError
 
     recipe = load_recipe(path, overrides)
     try:
@@ -203,8 +205,8 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from cct.loading import load_recipe
     from cct.plan import print_plan
-    from cct.recipe import load_recipe
 
     return print_plan(load_recipe(arguments.recipe, arguments.set), arguments.gpu)
 
@@ -250,7 +252,7 @@ def _shown(value: object) -> str:
 def _schema(arguments: argparse.Namespace) -> int:
     import json
 
-    from cct.recipe import json_schema, load_recipe
+    from cct.loading import json_schema, load_recipe
     from cct.registry import load_entry_points
 
     load_entry_points()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cct.recipe import Recipe, RecipeError, dump_recipe
+from cct.loading import dump_recipe
+from cct.recipe import Recipe, RecipeError
 
 
 def explain(recipe: Recipe) -> int:

@@ -149,7 +149,7 @@ def _phases(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> Ite
         "weights": weights // of_weights if training.offload != "parameters" else 0,
         "optimizer states": states // of_states if training.offload == "none" else 0,
     }
-    if any("reference" in part.needs for part in recipe.parts.values()):
+    if recipe.needs("reference"):
         standing["reference model"] = foot.actor * foot.weight_bytes
     if strategy in ("auto", "ddp") and processes > 1:
         standing["communication"] = learning * foot.weight_bytes

@@ -1,28 +1,17 @@
-"""The recipe: the parts put together. Loading, bases, `--set`, errors with file and line, dump and JSON schema.
-
-    base: base/chain_arithmetic.yaml      # optional; this file's keys are laid over it
-    transport: {use: comp_gae, lam: 0.95}
-
-Laying over: mappings merge key by key; a component whose `use` differs replaces the other one whole
-(another generation engine keeps what all engines share); everything else replaces. `--set a.b=c` is one more layer.
-"""
+"""The recipe: the parts put together, and what of them does not fit. `loading` reads it from YAML."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from cct.critic import Critic, critics
 from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries
 from cct.policy import Generation, Policy, engines, policies
-from cct.registry import REGISTRIES, Component, Knobs, PluginError, Registry, load_entry_points, load_plugin
+from cct.registry import REGISTRIES, Component, Knobs
 from cct.task import Task, tasks
 from cct.transport import Transport, transports
 
@@ -205,6 +194,10 @@ class Recipe(Knobs):
         ends = [sorted(bound * part.weight for bound in part.bounds) for part in self.evidence]
         return sum(low for low, _ in ends), sum(high for _, high in ends)
 
+    def needs(self, what: str) -> bool:
+        """Whether any part does."""
+        return any(what in part.needs for part in self.parts.values())
+
     def providers(self, need: str) -> list[str]:
         """Places of this recipe that provide `need`."""
         training = {place: part for place, part in self.parts.items() if not place.startswith("evaluation.")}
@@ -251,7 +244,7 @@ class Recipe(Knobs):
         problems += self._ill_matched()
         if self.reward_bounds[0] >= self.reward_bounds[1]:
             problems.append(("evidence", "all evidence has weight 0, so every reward is the same; give one a weight"))
-        if self.critic is not None and not any("values" in part.needs for part in self.parts.values()):
+        if self.critic is not None and not self.needs("values"):
             problems.append(("critic", f"transport '{self.transport.use}' has no use for a critic; set `critic: null`"))
         if self.critic is None and self.training.critic_warmup:
             problems.append(("training.critic_warmup", "there is no critic to warm up; set it to 0"))
@@ -336,313 +329,3 @@ def _provided(cls: type[Component]) -> frozenset[str]:
         return cls.model_construct().provides
     except AttributeError:  # it depends on a knob without default
         return frozenset()
-
-
-# --- loading ----------------------------------------------------------------------------------
-Key = tuple[str | int, ...]
-
-
-class _Source:
-    """Plain data, and for each key path the place where it was written."""
-
-    def __init__(self, data: Any = None, marks: dict[Key, str] | None = None):
-        self.data = data if data is not None else {}
-        self.marks = marks or {}
-
-    def lay_over(self, base: _Source) -> _Source:
-        marks = dict(base.marks)
-
-        def merge(low: Any, high: Any, path: Key) -> Any:
-            if isinstance(high, Mapping) and isinstance(low, str) and "use" not in high:
-                low = {"use": low}  # `--set transport.lam=1` over `transport: gae`
-            if (
-                isinstance(high, Mapping)
-                and high
-                and isinstance(low, list)
-                and all(isinstance(k, str) and k.isdecimal() for k in high)
-            ):
-                changed = {int(key): value for key, value in high.items()}
-                for index in changed:
-                    if index >= len(low):
-                        raise RecipeError(f"{self.mark(path)}{dotted(path)} has {len(low)} entries; there is no number {index}")
-                return [merge(item, changed[i], (*path, i)) if i in changed else item for i, item in enumerate(low)]
-            registry = REGISTRIES.get(str(path[-1])) if path else None
-            if registry and registry.keeps_shared and isinstance(low, Mapping):
-                high = {"use": high} if isinstance(high, str) else high
-                if isinstance(high, Mapping) and high.get("use", low.get("use")) != low.get("use"):
-                    low = {"use": high["use"]} | {key: low[key] for key in registry.base.model_fields if key in low}
-            same = isinstance(high, Mapping) and isinstance(low, Mapping) and high.get("use", low.get("use")) == low.get("use")
-            if same:
-                return {
-                    key: merge(low[key], high[key], (*path, key)) if key in low and key in high else high.get(key, low.get(key))
-                    for key in [*low, *(k for k in high if k not in low)]
-                }
-            for key in [key for key in marks if key[: len(path)] == path]:
-                del marks[key]
-            return high
-
-        return _Source(merge(base.data, self.data, ()), marks | self.marks)
-
-    def mark(self, path: Sequence[str | int]) -> str:
-        """`file, line N: ` of the longest written prefix of a key path."""
-        keys = tuple(path)
-        while keys and keys not in self.marks:
-            keys = keys[:-1]
-        return self.marks.get(keys, "") and f"{self.marks[keys]}: "
-
-
-def dotted(path: Sequence[str | int]) -> str:
-    return ".".join(map(str, path))
-
-
-def _read_yaml(path: Path) -> _Source:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise RecipeError(f"{path}: no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read ({error})") from None
-    marks: dict[Key, str] = {}
-    try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-        if root is not None:
-            _walk(root, (), marks, path, ())
-        data = loader.construct_document(root) if root is not None else None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        at = f", line {mark.line + 1}" if mark is not None else ""
-        raise RecipeError(f"{path}{at}: not YAML ({getattr(error, 'problem', None) or error})") from None
-    if not isinstance(data, dict):
-        raise RecipeError(
-            f"{path}: a recipe is a mapping of sections; found {'nothing' if data is None else type(data).__name__}"
-        )
-    return _Source(data, marks)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML whose odd values are errors with a line: `2024-13-45` looks like a date and is none."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except ValueError as error:
-            raise yaml.MarkedYAMLError(
-                problem=f"{node.value!r}: {error}; quote it if it is a text", problem_mark=node.start_mark
-            ) from None
-
-
-def _walk(node: yaml.Node, keys: Key, marks: dict[Key, str], path: Path, above: tuple[yaml.Node, ...]) -> None:
-    """Mark where each key path was written. Raises RecipeError where a key stands twice or a node holds itself."""
-    if any(node is outer for outer in above):
-        raise RecipeError(f"{path}, line {node.start_mark.line + 1}: {dotted(keys)} holds itself")
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            where = f"{path}, line {key.start_mark.line + 1}"
-            if not isinstance(key, yaml.ScalarNode):
-                raise RecipeError(f"{where}: not YAML that a recipe can hold (a key must be a name)")
-            if key.value in seen:
-                raise RecipeError(f"{where}: the key '{dotted((*keys, key.value))}' stands twice")
-            seen.add(key.value)
-            marks[(*keys, key.value)] = where
-            _walk(value, (*keys, key.value), marks, path, (*above, node))
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            marks[(*keys, index)] = f"{path}, line {item.start_mark.line + 1}"
-            _walk(item, (*keys, index), marks, path, (*above, node))
-
-
-def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> _Source:
-    source, above = _read_yaml(path), (*above, path.resolve())
-    if isinstance(source.data.get("plugins"), list):  # relative to the file that names them
-        source.data["plugins"] = [_absolute_plugin(entry, path.parent) for entry in source.data["plugins"]]
-    if isinstance(source.data.get("evidence"), list):  # so are files with code of evidence
-        source.data["evidence"] = [_absolute_python(entry, path.parent) for entry in source.data["evidence"]]
-    base = source.data.pop("base", None)
-    if base is None:
-        return source
-    if not isinstance(base, str):
-        raise RecipeError(f"{source.mark(('base',))}base must name one YAML file; found {base!r}")
-    target = path.parent / base
-    if not target.is_file():
-        raise RecipeError(f"{source.mark(('base',))}base: {target}: no such file")
-    if target.resolve() in above:
-        raise RecipeError(
-            f"{source.mark(('base',))}bases go round in a circle: {' -> '.join(p.name for p in (*above, target))}"
-        )
-    return source.lay_over(_with_bases(target, above))
-
-
-def _absolute_plugin(entry: Any, folder: Path) -> Any:
-    plugin = {"path": entry} if isinstance(entry, str) else entry
-    if isinstance(plugin, dict) and isinstance(plugin.get("path"), str) and plugin["path"].endswith(".py"):
-        plugin = {**plugin, "path": str((folder / plugin["path"]).resolve())}
-    return plugin
-
-
-def _absolute_python(entry: Any, folder: Path) -> Any:
-    if isinstance(entry, dict) and entry.get("use") == "python" and isinstance(entry.get("path"), str):
-        entry = {**entry, "path": str((folder / entry["path"]).resolve())}
-    return entry
-
-
-def _override(text: str) -> _Source:
-    key, equals, value = text.partition("=")
-    keys = key.strip().split(".")
-    if not equals or not all(keys):
-        raise RecipeError(f"--set {text}: expected a.b=value, for example --set training.iterations=10")
-    try:
-        data: Any = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date or a number and is none
-        raise RecipeError(
-            f"--set {text}: the value is not YAML ({getattr(error, 'problem', None) or error}); quote it"
-        ) from None
-    for name in reversed(keys):
-        data = {name: data}
-    path = tuple(int(k) if k.isdecimal() else k for k in keys)
-    return _Source(data, {path[: i + 1]: f"--set {text}" for i in range(len(path))})
-
-
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, lay over bases and `--set`s, import plug-ins, validate.
-
-    Raises RecipeError with every problem found. An error inside a plug-in passes through with its own
-    traceback, noted with the recipe's line.
-    """
-    source = _with_bases(Path(path))
-    for text in overrides:
-        source = _override(text).lay_over(source)
-    load_entry_points()
-    source.data["plugins"] = _import_plugins(source)
-    try:
-        return Recipe.model_validate(source.data)
-    except ValidationError as error:
-        raise RecipeError(*(_describe(problem, source, Path(path)) for problem in _joined(error.errors()))) from None
-
-
-def read_part(axis: str, written: str, overrides: Sequence[str] = ()) -> Component:
-    """A component as a recipe would hold it, from YAML: a name or `{use: name, knob: value}`, and `--set`s of its knobs.
-
-    Raises RecipeError.
-    """
-    try:
-        data = yaml.safe_load(written)
-    except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(f"{axis} {written}: not YAML ({getattr(error, 'problem', None) or error})") from None
-    source = _Source({axis: data})
-    for text in overrides:
-        source = _override(f"{axis}.{text}").lay_over(source)
-    registry = REGISTRIES[axis]
-    try:
-        adapter: TypeAdapter[Component] = TypeAdapter(Annotated[registry.base, registry])  # type: ignore[arg-type]
-        return adapter.validate_python(source.data[axis])
-    except ValidationError as error:
-        problems = [
-            f"{dotted((axis, *problem['loc']))}: {problem['msg'].removeprefix('Value error, ')}"
-            for problem in _joined(error.errors())
-        ]
-        raise RecipeError(*problems) from None
-
-
-def _import_plugins(source: _Source) -> list[dict[str, Any]]:
-    entries = source.data.get("plugins")
-    entries = [] if entries is None else entries
-    if not isinstance(entries, list):
-        raise RecipeError(f"{source.mark(('plugins',))}plugins must be a list of files or modules; found {entries!r}")
-    loaded = []
-    for index, entry in enumerate(entries):
-        where = source.mark(("plugins", index))
-        try:
-            plugin = Plugin.model_validate({"path": entry} if isinstance(entry, str) else entry)
-        except ValidationError as error:
-            raise RecipeError(
-                f"{where}a plug-in is a path or module name; found {entry!r} ({error.errors()[0]['msg']})"
-            ) from None
-        try:
-            digest = load_plugin(plugin.path, Path.cwd(), plugin.sha256)
-        except PluginError as error:
-            raise RecipeError(f"{where}{error}") from None
-        except Exception as error:
-            error.add_note(f"{where}plug-in {plugin.path} failed to import")
-            raise
-        loaded.append({"path": plugin.path, "sha256": digest})
-    return loaded
-
-
-def _joined(problems: Sequence[Any]) -> list[Any]:
-    """Pydantic reports each branch of a union by itself, with the branch in the key path; here they are one problem."""
-    found: list[Any] = []
-    branches: dict[tuple[str | int, ...], Any] = {}
-    for problem in problems:
-        keys = tuple(key for key in problem["loc"] if not (isinstance(key, str) and "[" in key))
-        if keys != problem["loc"] and keys in branches:
-            branches[keys]["msg"] += ", or " + problem["msg"].removeprefix("Input should be ")
-        else:
-            found.append(problem | {"loc": keys})
-            branches[keys] = found[-1]
-    return found
-
-
-def _describe(problem: Any, source: _Source, path: Path) -> str:
-    keys = problem["loc"]
-    purpose = _purpose(keys, source.data)
-    where = source.mark(keys) or f"{path}: "
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return f"{where}{dotted(keys)} is missing and has no default. {purpose}".rstrip()
-    if problem["type"] in ("component", "pairing", "unknown_key"):
-        return f"{where}{dotted(keys)}{': ' if keys else ''}{message}"
-    found = repr(problem["input"])
-    shown = f" (found {found if len(found) < 80 else found[:77] + '...'})" if not isinstance(problem["input"], dict) else ""
-    return f"{where}{dotted(keys)}: {message[:1].lower()}{message[1:]}{shown}. {purpose}".rstrip()
-
-
-def _purpose(keys: Sequence[str | int], data: Any) -> str:
-    """The docstring of the knob at a key path, where there is one."""
-    knobs: Any = Recipe
-    description, registry = "", None
-    for key in keys:
-        try:
-            data = data[key]
-        except (KeyError, IndexError, TypeError):
-            data = None
-        if isinstance(key, str) and get_origin(knobs) is not dict:  # an index, or a name, stays within its axis
-            field = knobs.model_fields.get(key) if isinstance(knobs, type) and issubclass(knobs, Knobs) else None
-            if field is None:
-                return ""
-            description, knobs = field.description or "", field.annotation
-            annotations = [*field.metadata, *(note for item in get_args(field.annotation) for note in get_args(item))]
-            registry = next((note for note in annotations if isinstance(note, Registry)), None)
-        name = data.get("use") if isinstance(data, dict) else data
-        if registry is not None and name in registry.names():
-            knobs = registry[name]
-    return description
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML: every knob with its value."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-
-
-def json_schema() -> dict[str, Any]:
-    """JSON Schema of recipe files, for editors; plug-ins imported so far included."""
-    schema = Recipe.model_json_schema(mode="validation")
-    schema["$defs"] |= {axis: registry.json_schema() for axis, registry in REGISTRIES.items()}
-    schema["properties"]["base"] = {"type": "string", "description": "Recipe file that this one is laid over."}
-    schema["properties"]["plugins"]["items"] = {"anyOf": [{"type": "string"}, schema["properties"]["plugins"]["items"]]}
-    schema.pop("required")  # any key may stand in a base
-
-    def refer(node: Any) -> Any:
-        if isinstance(node, dict):
-            if isinstance(node.get("axis"), str):
-                return {
-                    "$ref": f"#/$defs/{node['axis']}",
-                    **({"description": node["description"]} if "description" in node else {}),
-                }
-            return {key: refer(value) for key, value in node.items()}
-        return [refer(item) for item in node] if isinstance(node, list) else node
-
-    return refer(schema)

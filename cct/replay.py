@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cct.recipe import Recipe, RecipeError, load_recipe, read_part
+from cct.loading import load_recipe, read_part
+from cct.recipe import Recipe, RecipeError
 from cct.registry import PluginError, load_plugin
 from cct.rollout import Rollout
 from cct.training.rollouts import load, stored

@@ -63,7 +63,7 @@ import pytest
 import torch
 
 from cct.conformance import check
-from cct.recipe import load_recipe
+from cct.loading import load_recipe
 from cct.rollout import Rollout
 
 TRANSPORT = load_recipe(Path(__file__).parent / "{name}.yaml").transport

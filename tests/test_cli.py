@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator
 
 from cct import __version__
 from cct.cli import AXES, main
-from cct.recipe import json_schema, load_recipe
+from cct.loading import json_schema, load_recipe
 from cct.registry import REGISTRIES
 
 ROOT = Path(__file__).parents[1]
@@ -419,7 +419,7 @@ def test_a_plugin_imported_by_hand_as_well_is_one_plugin(tmp_path):
     path = str(tmp_path / "mine.yaml")
     code = f"""
 import half_life
-from cct.recipe import load_recipe
+from cct.loading import load_recipe
 assert isinstance(load_recipe({path!r}).transport, half_life.HalfLife)
 """
     done = python("-c", code, path=tmp_path)

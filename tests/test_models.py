@@ -17,8 +17,9 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.processors import TemplateProcessing
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
+from cct.loading import load_recipe
 from cct.policy import end_tokens, policies
-from cct.recipe import RecipeError, load_recipe
+from cct.recipe import RecipeError
 from cct.training.rows import TrainingStopped
 from cct.training.run import build, evaluate_run, new_folder, train
 from cct.training.warm_start import _supervise, warm_start

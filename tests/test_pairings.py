@@ -6,7 +6,7 @@ import pytest
 from test_recipe import NO_CRITIC, over, the_problem
 
 from cct.geometry import geometries
-from cct.recipe import load_recipe
+from cct.loading import load_recipe
 from cct.rollout import Credit
 from cct.transport import Transport, transports
 

@@ -9,8 +9,9 @@ from jsonschema import Draft202012Validator
 from test_recipe import NO_CRITIC, over, problems, the_problem, write
 
 from cct.cli import main
+from cct.loading import dump_recipe, json_schema, load_recipe
 from cct.preflight import preflight, trained_on
-from cct.recipe import RecipeError, dump_recipe, json_schema, load_recipe
+from cct.recipe import RecipeError
 from cct.rollout import Prompt
 from cct.task.chain_arithmetic import ChainArithmetic
 

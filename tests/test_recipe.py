@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cct.recipe import Recipe, RecipeError, dump_recipe, load_recipe
+from cct.loading import dump_recipe, load_recipe
+from cct.recipe import Recipe, RecipeError
 from cct.transport.gae import GAE, CompGAE
 from cct.transport.gate import AttentionGate, ShuffleGate
 from cct.transport.group import GRPO

@@ -16,7 +16,8 @@ from cct.cli import main
 from cct.evidence import Evidence, close_workers
 from cct.evidence.exact_match import ExactMatch
 from cct.evidence.python import PythonFunction
-from cct.recipe import RecipeError, load_recipe
+from cct.loading import load_recipe
+from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response, derive_seed
 from cct.training.callbacks import checkpoints
 from cct.training.collect import Collector

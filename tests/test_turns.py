@@ -10,7 +10,7 @@ import torch
 from conftest import make_mask, make_rollout
 from torch.testing import assert_close
 
-from cct.recipe import load_recipe
+from cct.loading import load_recipe
 from cct.transport import bi_level_gae, gated_gae, gigpo_advantage, group_advantage, segment_advantage, transports
 from cct.transport.functional import from_start, starts_after, starts_at_cuts, turn_ends, turn_starts
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import cct.recipe  # noqa: F401  (registers every axis)
-from cct.recipe import RecipeError, read_part
+from cct.loading import read_part
+from cct.recipe import RecipeError
 from cct.registry import REGISTRIES, Component, PluginError, did_you_mean, load_entry_points, load_plugin
 
 from .base import AXES, FAILED, hypothesis

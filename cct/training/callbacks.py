@@ -60,7 +60,6 @@ class Recorder(Callback):
 
     def __init__(self, recipe: Recipe, folder: Path | None, tokenizer: PreTrainedTokenizerBase, display: Display):
         self.recipe, self._folder, self.tokenizer, self.display = recipe, folder, tokenizer, display
-        self.started = time.perf_counter()
 
     @property
     def folder(self) -> Path:
@@ -74,7 +73,6 @@ class Recorder(Callback):
         assert isinstance(module, CreditModule)
         if module.current_epoch == 0:
             self._log(trainer, self._evaluate(trainer), iteration=0)
-        self.started = time.perf_counter()
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.display.show(stage="update")
@@ -84,8 +82,8 @@ class Recorder(Callback):
         iteration, data = module.iteration, trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, RolloutData)
         ended = data.finish(iteration)
-        seconds = time.perf_counter() - self.started
         metrics = ended.metrics | module.update_metrics()
+        seconds = sum(value for name, value in metrics.items() if name.startswith("time/"))  # Lightning samples the first early
         metrics |= {"time/iteration": seconds, "train/tokens_per_second": metrics["train/tokens"] / seconds}
         last = iteration == self.recipe.training.iterations
         if iteration > 0:
@@ -102,7 +100,6 @@ class Recorder(Callback):
             trainer.save_checkpoint(self.folder / "checkpoints" / f"{iteration:06d}.ckpt")
             for old in checkpoints(self.folder)[:-KEEP_CHECKPOINTS] if trainer.is_global_zero else []:
                 shutil.rmtree(old) if old.is_dir() else old.unlink()  # DeepSpeed's are folders
-        self.started = time.perf_counter()
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Export while every process still holds its part of the weights."""

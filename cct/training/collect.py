@@ -119,7 +119,7 @@ class Collector:
         prompts = recipe.task.prompts(recipe.seed, start, each)
         rows, errors = sample_rows(recipe, self.engine, self.tokenizer, prompts, seed("sample"), ranks)
         baselines: list[float] | None = None
-        if any("greedy" in part.needs for part in recipe.parts.values()):
+        if recipe.needs("greedy"):
             stage("greedy")
             baselines, greedy_errors = greedy_scores(recipe, self.engine, self.tokenizer, prompts, ranks)
             errors += greedy_errors

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from cct.loading import load_recipe
 from cct.policy.weights import add_lora, save
-from cct.recipe import RecipeError, load_recipe
+from cct.recipe import RecipeError
 
 from .callbacks import checkpoints
 

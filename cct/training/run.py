@@ -22,8 +22,9 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cct.evidence import close_workers
+from cct.loading import dump_recipe, load_recipe
 from cct.policy.weights import add_lora, without_dropout
-from cct.recipe import Recipe, RecipeError, dump_recipe, load_recipe
+from cct.recipe import Recipe, RecipeError
 from cct.rollout import derive_seed
 
 from .agent import Agent
@@ -79,7 +80,7 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
         except ValueError as error:
             raise RecipeError(str(error)) from error
     reference = None
-    if any("reference" in part.needs for part in recipe.parts.values()):
+    if recipe.needs("reference"):
         reference = type(actor)(actor.config)
         reference.load_state_dict(actor.state_dict())
         reference.requires_grad_(False).eval()

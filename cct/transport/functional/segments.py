@@ -1,0 +1,146 @@
+"""Turns and segments: where they start, and credit for each as a whole. [B, T] unless said otherwise."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .groups import Scale, group_advantage
+from .masked import next_step, previous_step
+from .traces import Steps, scan
+
+
+def turn_starts(mask: Tensor) -> Tensor:
+    """First tokens of turns, [B, T] bool: a turn is a run of unmasked tokens, set apart by masked ones (a tool's output)."""
+    return mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+
+
+def turn_ends(mask: Tensor) -> Tensor:
+    """Last tokens of turns, [B, T] bool."""
+    return mask & ~torch.nn.functional.pad(mask, (0, 1))[:, 1:]
+
+
+def from_start(x: Tensor, starts: Tensor) -> Tensor:
+    """x [B, T] at the last start at or before t: what belongs to a turn or segment, given to each of its tokens."""
+    position = torch.arange(x.shape[1], device=x.device)
+    return x.gather(1, torch.where(starts, position, 0).cummax(1).values)
+
+
+@torch.no_grad()
+def bi_level_gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    gamma_turn: float,
+    lam_turn: float,
+    lam_value: float = 1.0,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GAE over turns, then over the tokens of each turn; advantages and value targets, [B, T] each.
+
+    Turns are runs of unmasked tokens. With e(k) the last token of turn k:
+    A_e(k) = R_k + gamma_turn V_e(k+1) - V_e(k) + gamma_turn lam_turn A_e(k+1), where R_k = r_e(k) + rewards of turn k+1 before
+    its last token; within a turn A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1}. After the last turn, `bootstrap` [B] is
+    discounted by gamma. Value targets are V + the same trace with lam_value at both levels.
+
+    One turn is GAE(gamma, lam). All discounts and traces at 1 is the Monte-Carlo return minus V. VAGEN counts a turn's reward
+    at its last token only; here rewards within the following turn are not lost between the turns. Two scans, O(B*T).
+    Source: VAGEN, Wang et al. 2025.
+    """
+    s = Steps.of(rewards, values, mask, bootstrap, "carry")
+    ends = turn_ends(s.mask)
+    after = torch.zeros_like(s.values[:, :1]) if bootstrap is None else bootstrap.unsqueeze(1).to(s.values.dtype)
+    next_end = next_step(ends)
+    is_last = ends & (next_end == ends.shape[1])
+    discount = torch.full_like(s.values, gamma_turn).masked_fill(is_last, gamma)
+    inside = scan(s.rewards.masked_fill(ends, 0.0), (~ends).to(s.values.dtype))  # from here to before the turn's last token
+    ahead = s.rewards + s.next_of(inside) + discount * torch.cat([s.values, after], 1).gather(1, next_end)
+    delta_turn = (ahead - s.values).masked_fill(~ends, 0.0)
+    delta = s.rewards + gamma * s.next_values - s.values
+
+    def trace(within: float, between: float) -> Tensor:
+        of_turns = scan(delta_turn, torch.where(ends, discount * between, 1.0))
+        decay = torch.full_like(delta, gamma * within).masked_fill(ends, 0.0)
+        return s.trace(torch.where(ends, of_turns, delta), decay)
+
+    return s.only(trace(lam, lam_turn)), s.only(s.values + trace(lam_value, lam_value))
+
+
+@torch.no_grad()
+def gigpo_advantage(
+    rewards: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    anchors: Tensor,
+    *,
+    gamma: float = 0.95,
+    weight: float = 1.0,
+    std: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Group-in-group advantage, [B, T]: the response's among its group, plus `weight` times its turn's among like turns.
+
+    groups: [B] int. anchors: [B, T] int, read at the first token of each turn: the state in which it began; turns of one
+    group with the same number are compared, negative ones with none. A turn's score is the return from it on, discounted by
+    gamma per turn; each turn counts once. A response alone in its group, or a turn alone in its state, adds 0.
+    Source: GiGPO, Feng et al. 2025.
+    """
+    mask = mask.bool()
+    scale: Scale = "group" if std else "none"
+    rewards = rewards.masked_fill(~mask, 0.0)
+    starts = turn_starts(mask)
+    onwards = scan(rewards, torch.ones_like(rewards).masked_fill(turn_ends(mask), gamma))
+    row, column = starts.nonzero(as_tuple=True)
+    state = anchors[row, column]
+    key = torch.unique(torch.stack([groups[row], state], 1), dim=0, return_inverse=True)[1]
+    of_turns = torch.zeros_like(rewards)
+    of_turns[row, column] = group_advantage(onwards[row, column], key, scale=scale, eps=eps, valid=state >= 0)
+    of_response = group_advantage(rewards.sum(1), groups, scale=scale, eps=eps, valid=mask.any(1))
+    return (of_response.unsqueeze(1) + weight * from_start(of_turns, starts)).masked_fill(~mask, 0.0)
+
+
+def improbable(logprobs: Tensor, mask: Tensor, threshold: float) -> Tensor:
+    """Unmasked tokens sampled with probability below `threshold`, [B, T] bool."""
+    return mask & (logprobs.masked_fill(~mask, 0.0) < math.log(threshold))
+
+
+def starts_at_cuts(logprobs: Tensor, mask: Tensor, threshold: float, cuts: int) -> Tensor:
+    """Segment starts: the first token, and every `cuts`-th of the tokens sampled with probability below `threshold`."""
+    cut = improbable(logprobs, mask, threshold)
+    number = cut.long().cumsum(1)
+    return _with_first(cut & (number > 1) & ((number - 1) % cuts == 0), mask)
+
+
+def starts_after(ends: Tensor, mask: Tensor) -> Tensor:
+    """Segment starts: the first unmasked token, and each that follows one marked in `ends` [B, T] bool."""
+    before = previous_step((ends & mask).float(), mask, first=0.0)
+    return _with_first(mask & (before > 0), mask)
+
+
+def _with_first(starts: Tensor, mask: Tensor) -> Tensor:
+    return starts | (mask & (mask.long().cumsum(1) == 1))
+
+
+@torch.no_grad()
+def segment_advantage(
+    rewards: Tensor, values: Tensor, mask: Tensor, starts: Tensor, *, bootstrap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Change of value over each segment: rewards in it + V(start of the next) - V(its start), on each of its tokens.
+
+    values: [B, T], read at segment starts only. starts: [B, T] bool; the first unmasked token is one in any case. After the
+    last segment V is `bootstrap` [B], default 0. Undiscounted. Returns advantages [B, T], and the segments' numbers from 1
+    on, both 0 where masked. With every token a start it is the TD(0) error; with one segment the return minus V.
+    Sources: VinePPO, Kazemnejad et al. 2024; SPO, Guo et al. 2025.
+    """
+    mask = mask.bool()
+    starts = _with_first(starts.bool() & mask, mask)
+    values = torch.where(starts, values, 0.0)  # a value between starts is never read, nor what stands there
+    s = Steps.of(rewards, values, mask, bootstrap, "carry")
+    ends = (s.next_of(starts.to(s.values.dtype), torch.ones_like(s.values[:, :1]).squeeze(1)) > 0) & mask
+    gained = s.trace(s.rewards + s.next_values.masked_fill(~ends, 0.0), (~ends).to(s.values.dtype)) - s.values
+    return s.only(from_start(gained, starts)), starts.long().cumsum(1).masked_fill(~mask, 0)
