@@ -58,6 +58,9 @@ class Training(Knobs):
     """Passes of the critic update over a round's responses, on what the actor's behaviour forward left behind."""
     critic_warmup: int = Field(0, ge=0)
     """Rounds before the first policy update in which only the critic learns, from responses of the starting policy."""
+    bootstrap_truncated: bool = True
+    """What follows a response that the length limit cut is worth the critic's V there. Off, it ended with the score it got:
+    for a tight limit that is part of the task, where a critic that hopes too much pays for rambling."""
     weight_decay: float = Field(0.0, ge=0, le=1)
     """AdamW, both."""
     gradient_clip: float = Field(1.0, gt=0)

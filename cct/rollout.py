@@ -256,7 +256,7 @@ class Rollout:
     logprobs: Tensor  # [B, T] of the behaviour policy, by the trainer's forward
     rollout_logprobs: Tensor | None = None  # [B, T] of the distribution sampled from, by the engine
     values: Tensor | None = None  # [B, T] V(s_t)
-    bootstrap: Tensor | None = None  # [B] V after the last token of a cut response, 0 elsewhere
+    bootstrap: Tensor | None = None  # [B] V after the last token of a cut response, 0 elsewhere; None: nothing follows any
     reference_logprobs: Tensor | None = None  # [B, T]
     greedy_scores: Tensor | None = None  # [B] of the greedy response to the same prompt, NaN where it was not judged
     stats: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, T], detached statistics of the forward

@@ -357,6 +357,7 @@ def test_values_between_the_group_s_mean_and_the_critic_s(weight):
     assert_close(got.values[1], weight * rollout.values[1] + (1 - weight) * 0.7)
     assert_close(got.values[2], rollout.values[2])  # alone: the other one was dropped
     assert got.bootstrap.tolist() == pytest.approx([weight * 0.2 + (1 - weight) * 0.3, 0.0, 0.4, 0.0])
+    assert critics["group_mean"](weight=weight).baseline(rollout.replace(bootstrap=None), targets).bootstrap is None
 
 
 def test_only_some_critics_stand_in_others():

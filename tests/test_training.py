@@ -276,6 +276,16 @@ def test_only_responses_cut_by_the_limit_bootstrap():
     assert (rollout.bootstrap[rollout.truncated] > 0).all() and (rollout.bootstrap[~rollout.truncated] == 0).all()
 
 
+def test_where_the_limit_is_part_of_the_task_a_cut_response_ends_with_its_score():
+    settings = ["generation.max_new_tokens=3", "transport.whiten=false", "transport.gate={use: constant, gamma: 1.0}"]
+    _, iteration = collected(tiny("compo", *settings, "training.bootstrap_truncated=false"))
+    rollout, advantages = iteration.rollout, iteration.credit.advantages
+    last = rollout.mask.sum(1) - 1
+    assert rollout.truncated.all() and rollout.bootstrap is None
+    at_last = [x.gather(1, last.unsqueeze(1)).squeeze(1) for x in (advantages, rollout.rewards, rollout.values)]
+    torch.testing.assert_close(at_last[0], at_last[1] - at_last[2])
+
+
 def test_the_warm_up_trains_the_critic_and_leaves_the_policy_alone(tmp_path):
     recipe = tiny("compo")
     agent, tokenizer, _ = build(recipe)

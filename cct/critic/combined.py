@@ -96,12 +96,14 @@ class GroupMean(Critic):
     def baseline(self, rollout: Rollout, targets: Tensor) -> Rollout | None:
         from .functional import group_mean
 
-        assert rollout.values is not None and rollout.bootstrap is not None
+        assert rollout.values is not None
         first = rollout.mask.int().argmax(1, keepdim=True)
         mean, known = group_mean(
             targets.gather(1, first).squeeze(1), rollout.groups, rollout.valid, leave_one_out=self.leave_one_out
         )
         share = (1 - self.weight) * known.to(mean.dtype)  # of the group
         values = rollout.values * (1 - share).unsqueeze(1) + (share * mean).unsqueeze(1)
-        bootstrap = (rollout.bootstrap * (1 - share) + share * mean) * rollout.truncated
-        return rollout.replace(values=values, bootstrap=bootstrap)
+        after = rollout.bootstrap
+        if after is not None:
+            after = (after * (1 - share) + share * mean) * rollout.truncated
+        return rollout.replace(values=values, bootstrap=after)

@@ -233,7 +233,8 @@ class Collector:
         if self.agent.critic is not None:
             values = join(reading.values for reading in readings)
             after = values.gather(1, rollout.attention_mask[:, -width:].sum(1, keepdim=True)).squeeze(1)
-            read = read.replace(values=values[:, :-1], bootstrap=after * rollout.truncated)
+            cut = after * rollout.truncated if self.recipe.training.bootstrap_truncated else None
+            read = read.replace(values=values[:, :-1], bootstrap=cut)
         return read, [reading.trace for reading in readings if reading.trace is not None]
 
     def _kl_in_reward(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
