@@ -74,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--runs", metavar="DIR", type=Path, default=Path("runs"), help="where run folders are made (default: runs)"
     )
+    run.add_argument(
+        "--profile", action="store_true", help="print where the time goes, and write a trace of one iteration for Perfetto"
+    )
     run.add_argument("--dry-run", action="store_true", help="validate and say what would run, without loading a model")
 
     check = add("check", _check, "validate recipes without loading a model")
@@ -157,10 +160,10 @@ def _run(arguments: argparse.Namespace) -> int:
     console = Console()
     try:
         if arguments.resume:
-            resume(arguments.resume, recipe, arguments.set, console=console)
+            resume(arguments.resume, recipe, arguments.set, console=console, profile=arguments.profile)
         else:
             assert recipe is not None
-            start(recipe, arguments.runs, console=console)
+            start(recipe, arguments.runs, console=console, profile=arguments.profile)
     except TrainingStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1

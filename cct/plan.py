@@ -103,7 +103,9 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
     training = recipe.training
     notes: list[str] = []
     prompt = _prompt_tokens(recipe, notes)
-    accumulates = training.micro_batches > 1 or _sharded(recipe)
+    rows = training.rows_per_forward(prompt + recipe.generation.max_new_tokens)
+    micro_batches = training.minibatch_size // training.processes // rows  # of the longest responses
+    accumulates = micro_batches > 1 or _sharded(recipe)
     try:
         foot = footprint(recipe, config, prompt, accumulates=accumulates)
     except ValueError as error:
@@ -119,7 +121,7 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
         training.prompts_per_iteration * training.responses_per_prompt,
         notes=notes,
     )
-    for phase, parts in _phases(recipe, foot, result, gpu):
+    for phase, parts in _phases(recipe, foot, result, gpu, rows=rows, accumulates=accumulates):
         passing = parts.get("activations", 0) + parts.get("logits", 0)
         parts["allocator"] = int(passing * (CPU_FRAGMENTATION if gpu is None else GPU_FRAGMENTATION))
         parts["fixed"] = base + CPU_FIXED if gpu is None else GPU_FIXED
@@ -133,8 +135,10 @@ def _sharded(recipe: Recipe) -> bool:
     return recipe.training.strategy in ("fsdp", "deepspeed_2", "deepspeed_3")
 
 
-def _phases(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> Iterator[tuple[str, dict[str, int]]]:
-    """Each phase of an iteration with its parts, in bytes."""
+def _phases(
+    recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, *, rows: int, accumulates: bool
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Each phase of an iteration with its parts, in bytes; rows: in a forward."""
     training, strategy, processes = recipe.training, recipe.training.strategy, recipe.training.processes
     deepspeed = strategy.startswith("deepspeed")
     of_weights = processes if strategy in ("fsdp", "deepspeed_3") else 1
@@ -160,9 +164,8 @@ def _phases(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> Ite
         "fsdp": 2 * foot.largest * foot.weight_bytes,
     }.get(strategy, 0)
 
-    rows = plan.responses // processes
     rollout = plan.responses * (12 * (plan.prompt + plan.width) + 40 * plan.width)
-    traces = rows // training.rows_per_forward * foot.read.left
+    traces = plan.responses // processes // rows * foot.read.left
     engine = _engine(recipe, foot, plan, gpu)
     sleeps = gpu is not None and getattr(recipe.generation, "sleep", False)
     asleep = {} if sleeps else {name: size for name, size in engine.items() if name.startswith("engine")}
@@ -186,7 +189,7 @@ def _phases(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> Ite
             "critic pass",
             standing | asleep | within | {"rollout": rollout + traces, "gradients": gradients(foot.critic)} | parts,
         )
-    made = 0 if training.micro_batches > 1 or _sharded(recipe) else foot.trained * foot.weight_bytes
+    made = 0 if accumulates else foot.trained * foot.weight_bytes
     full = {"rollout": rollout + traces, "gradients": gradients(foot.trained)}
     policy = standing | asleep | within | full | passing(foot.policy_pass, made)
     yield "policy pass", policy
@@ -344,7 +347,7 @@ def _advice(recipe: Recipe, found: Plan) -> str:
         "gradients": "training.strategy: deepspeed_2 or policy.lora",
         "optimizer states": "training.strategy: deepspeed_1, training.offload: optimizer, policy.lora, or more GPUs",
         "activations": "training.micro_batch_size, training.gradient_checkpointing: true, or generation.max_new_tokens",
-        "logits": "training.micro_batch_size or generation.max_new_tokens",
+        "logits": "training.micro_batch_size, micro_batch_tokens or generation.max_new_tokens",
         "rollout": "critic.depth, training.responses_per_prompt or more GPUs",
         "engine weights": "generation.tensor_parallel, or generation.sleep: true",
         "engine KV cache": "generation.memory_fraction",

@@ -48,6 +48,9 @@ class Training(Knobs):
     """Responses per optimizer step; divides the responses of a round."""
     micro_batch_size: int | None = Field(None, ge=1)
     """Responses per forward of one process; null takes its whole part of a minibatch. Never changes the gradient."""
+    micro_batch_tokens: int | None = Field(None, ge=16)
+    """Tokens per forward of one process, padding included, in place of micro_batch_size: as many responses of like length go
+    together as fit, and one that is longer goes alone."""
     learning_rate: float = Field(2e-4, gt=0, le=1)
     """AdamW, actor, at the first iteration."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -61,6 +64,9 @@ class Training(Knobs):
     bootstrap_truncated: bool = True
     """What follows a response that the length limit cut is worth the critic's V there. Off, it ended with the score it got:
     for a tight limit that is part of the task, where a critic that hopes too much pays for rambling."""
+    logits_at_once: int | None = Field(None, ge=1)
+    """Tokens of a forward whose logits over the vocabulary stand in memory together; where there are more, the backward
+    computes them again. null: as many as make 2^26 numbers. Changes no number."""
     weight_decay: float = Field(0.0, ge=0, le=1)
     """AdamW, both."""
     gradient_clip: float = Field(1.0, gt=0)
@@ -97,7 +103,12 @@ class Training(Knobs):
             raise ValueError(f"offload: parameters needs strategy: deepspeed_3, which splits them; found {self.strategy}")
         if self.minibatch_size % self.processes:
             raise ValueError(f"{self.processes} processes must divide minibatch_size ({self.minibatch_size})")
-        if (self.minibatch_size // self.processes) % self.rows_per_forward:
+        if self.micro_batch_size and self.micro_batch_tokens:
+            raise ValueError(
+                f"micro_batch_size ({self.micro_batch_size}) and micro_batch_tokens ({self.micro_batch_tokens}) both say how "
+                "much goes into a forward; set one of them to null"
+            )
+        if (self.minibatch_size // self.processes) % (self.micro_batch_size or 1):
             raise ValueError(
                 f"micro_batch_size ({self.micro_batch_size}) must divide the {self.minibatch_size // self.processes} responses "
                 "of a minibatch that each process has"
@@ -108,15 +119,11 @@ class Training(Knobs):
     def processes(self) -> int:
         return self.devices * self.nodes
 
-    @property
-    def rows_per_forward(self) -> int:
-        """Responses in one forward of one process."""
-        return self.micro_batch_size or self.minibatch_size // self.processes
-
-    @property
-    def micro_batches(self) -> int:
-        """Forwards of one process in one optimizer step."""
-        return self.minibatch_size // self.processes // self.rows_per_forward
+    def rows_per_forward(self, length: int) -> int:
+        """Responses in one forward of one process where all are `length` tokens long, their prompts included."""
+        fit = max(1, self.micro_batch_tokens // length) if self.micro_batch_tokens else None
+        rows = self.minibatch_size // self.processes
+        return min(rows, self.micro_batch_size or fit or rows)
 
 
 class Evaluation(Knobs):

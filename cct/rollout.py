@@ -58,7 +58,7 @@ class Statistic(Knobs):
     """Layers read, where it reads any; indices may be negative."""
 
     reads: ClassVar[frozenset[str]] = frozenset()
-    """What of its layers the forward must leave behind: `attention`, `hidden_states`."""
+    """What the forward must leave behind: `attention` and `hidden_states` of its layers, the `distribution`."""
 
     def measure(self, forward: Forward) -> Tensor:
         """[B, T] for the response tokens; entries at padding do not matter."""
@@ -213,12 +213,19 @@ class Forward:
     attention_mask: Tensor  # [B, S], 1 = token
     width: int  # T
     n_layers: int
-    distribution: Tensor  # [B, T, V] log-probabilities that token t was drawn from, at the sampling temperature
     logprobs: Tensor  # [B, T] of token t in it
     entropy: Tensor  # [B, T] of it
     attention: dict[int, Attention]  # layer -> queries and keys, of the layers asked for
     hidden_states: dict[int, Tensor]  # layer -> [B, S, D] after that layer, of the layers asked for
     concentration: Callable[[Attention, Concentration], Tensor]  # [B, H, S], each query's
+    all_logprobs: Tensor | None = None
+
+    @property
+    def distribution(self) -> Tensor:
+        """[B, T, V], the log-probabilities that token t was drawn from. Raises ValueError where no statistic reads them."""
+        if self.all_logprobs is None:
+            raise ValueError("the distribution was not kept: a statistic that uses it says reads = frozenset({'distribution'})")
+        return self.all_logprobs
 
     def emitting(self, x: Tensor) -> Tensor:
         """[B, S, ...] by position, as [B, T, ...] at the positions that emit the response's tokens."""
@@ -253,7 +260,7 @@ class Rollout:
     rewards: Tensor  # [B, T]
     groups: Tensor  # [B] int, responses to one prompt share a number
     truncated: Tensor  # [B] bool, cut by the length limit
-    logprobs: Tensor  # [B, T] of the behaviour policy, by the trainer's forward
+    logprobs: Tensor  # [B, T] of the behaviour policy, by the trainer's forward; where that was left out, by the engine
     rollout_logprobs: Tensor | None = None  # [B, T] of the distribution sampled from, by the engine
     values: Tensor | None = None  # [B, T] V(s_t)
     bootstrap: Tensor | None = None  # [B] V after the last token of a cut response, 0 elsewhere; None: nothing follows any

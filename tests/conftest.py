@@ -19,6 +19,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -49,6 +51,7 @@ MODELS = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, {"sliding_window": 4, "query_pre_attn_scalar": 5}),
     "gpt2": (GPT2Config, GPT2LMHeadModel, {}),  # queries, keys and values from one matrix, as the next two
     "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {"initializer_range": 0.5}),
+    "granite": (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 4.0, "attention_multiplier": 0.3}),
     "phi3": (Phi3Config, Phi3ForCausalLM, {"sliding_window": None}),
 }
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import eager_twin, padded, tiny_model
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -377,6 +379,55 @@ def test_logprobs_and_entropy_are_those_of_the_sampling_distribution(family, tem
     assert reading.logprobs.requires_grad and not reading.entropy.requires_grad
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama", "granite"])  # granite divides its logits by a number
+@pytest.mark.parametrize("at_once", [1, 5, 1000])
+def test_however_many_logits_stand_at_once_numbers_and_gradients_are_the_same(family, at_once):
+    model = tiny_model(family)
+    ids, mask, width = padded(PROMPTS, RESPONSES, left=1, right=2)
+    agent = Agent(model, None, 0.7, logits_at_once=at_once)
+    assert (agent._head == (None,)) == (family == "granite")
+    reading = agent(ids, mask, width)
+    expected = (eager_reading(model, ids, mask, width)[0] / 0.7).log_softmax(-1)
+    tokens = mask[:, -width:].bool()
+    assert_close(reading.logprobs[tokens], expected.gather(2, ids[:, -width:, None]).squeeze(2)[tokens], atol=1e-5, rtol=1e-5)
+    assert_close(reading.entropy[tokens], -(expected.exp() * expected).sum(-1)[tokens], atol=1e-5, rtol=1e-5)
+    weights = torch.arange(tokens.numel()).view_as(tokens) * tokens / 10
+    (weights * reading.logprobs).sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    output = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=False)
+    whole = (output.logits[:, -width - 1 : -1] / 0.7).log_softmax(-1).gather(2, ids[:, -width:, None]).squeeze(2)
+    (weights * whole).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+class _Largest(TorchDispatchMode):
+    """The most numbers in a tensor whose last dimension is the vocabulary, the head's weight left out."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.vocabulary, self.weight, self.numbers = *head.weight.shape, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary:
+                if tensor.shape == (self.weight, self.vocabulary):
+                    continue
+                self.numbers = max(self.numbers, tensor.numel())
+        return result
+
+
+def test_no_more_logits_stand_at_once_than_allowed_forward_and_backward():
+    model = tiny_model("qwen3")
+    ids, mask, width = padded(PROMPTS, RESPONSES)
+    for at_once, together in ((3, 3), (1000, 3 * width)):
+        with _Largest(model.lm_head) as largest:
+            Agent(model, None, logits_at_once=at_once)(ids, mask, width).logprobs.sum().backward()
+        assert largest.numbers == together * model.config.vocab_size
+
+
 def test_statistics_are_read_where_the_token_was_predicted():
     model = tiny_model(layers=4)
     ids, mask, width = padded(PROMPTS, RESPONSES)
@@ -464,6 +515,8 @@ def test_hidden_change_is_between_the_emitting_position_and_the_one_before(dista
 def test_a_statistic_of_one_s_own_sees_the_forward():
     class Margin(Statistic):
         """Probability of the likeliest token."""
+
+        reads = frozenset({"distribution"})
 
         def measure(self, forward):
             return forward.distribution.amax(-1).exp()

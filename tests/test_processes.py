@@ -83,6 +83,13 @@ def test_two_processes_give_the_numbers_of_one_resume_and_export(strategy, one_p
     assert [e["iteration"] for e in read_metrics(folder)] == [0, 0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("split", ["micro_batch_size=2", "micro_batch_tokens=32"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulated_gradients_are_those_of_the_whole_minibatch(strategy, split, one_process, tmp_path):
+    sets = ["training.iterations=1", f"training.strategy={strategy}", f"training.{split}"]
+    assert_same_numbers(read_metrics(two_processes(tmp_path, *sets)), one_process[:3])
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("deepspeed_3", marks=needs_deepspeed)])
 def test_a_process_without_held_out_problems_does_not_hang(strategy, tmp_path):
     folder = two_processes(tmp_path, f"training.strategy={strategy}", "task.held_out_size=1", "training.iterations=1")

@@ -240,15 +240,33 @@ def test_resuming_a_complete_run_is_refused(tmp_path):
         resume(folder, None, [], console=Console(file=io.StringIO()))
 
 
-def test_the_micro_batch_split_changes_no_weight(tmp_path):
+@pytest.mark.parametrize("split", ["micro_batch_size=2", "micro_batch_tokens=48"])
+def test_the_micro_batch_split_changes_no_weight(split, tmp_path):
     sgd_like = ["geometry.aggregation=sequence_mean", "training.iterations=1"]
     whole, split = (
         run(tiny("compo", *sgd_like), tmp_path),
-        run(tiny("compo", *sgd_like, "training.micro_batch_size=2"), tmp_path),
+        run(tiny("compo", *sgd_like, f"training.{split}"), tmp_path),
     )
     a, b = final_state(whole)["optimizer_states"][0]["state"], final_state(split)["optimizer_states"][0]["state"]
     for index in a:  # Adam's first moments: sums of gradients, which the split must not change
         torch.testing.assert_close(a[index]["exp_avg"], b[index]["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def test_a_single_step_on_policy_needs_no_forward_before_it(tmp_path):
+    one_step = ["training.minibatch_size=16", "training.micro_batch_size=4"]
+    without = run(tiny("grpo", *one_step), tmp_path)
+    before = run(tiny("grpo", *one_step, "transport={use: high_entropy, of: grpo, fraction: 1.0}"), tmp_path)
+    for (name, weight), (_, other) in zip(
+        *(final_state(folder)["state_dict"].items() for folder in (without, before)), strict=True
+    ):
+        torch.testing.assert_close(weight, other, rtol=0, atol=1e-6, msg=name)
+    for short, long in zip(read_metrics(without)[1:], read_metrics(before)[1:], strict=True):
+        assert "time/behaviour" not in short and long["time/behaviour"] > 0
+        assert short["policy/entropy"] == pytest.approx(long["train/entropy"], rel=1e-5)
+        assert short["policy/ratio"] == pytest.approx(1, abs=1e-6) and short["policy/clip_fraction"] == 0
+    two_steps = read_metrics(run(tiny("grpo", "training.minibatch_size=8"), tmp_path))[-1]
+    corrected = read_metrics(run(tiny("grpo", *one_step, "geometry.correction=truncate"), tmp_path))[-1]
+    assert "time/behaviour" in two_steps and "time/behaviour" in corrected
 
 
 def collected(recipe):

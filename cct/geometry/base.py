@@ -60,6 +60,11 @@ class Geometry(Component):
         """The loss without KL, as `__call__`. Rows come in any number and any company: only whole responses are sure."""
         raise NotImplementedError
 
+    @property
+    def marks(self) -> bool:
+        """Whether `mark` chooses any."""
+        return type(self).mark is not Geometry.mark
+
     def mark(self, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, seed: int) -> Tensor | None:
         """Tokens [B, T] that `surrogate` treats apart, chosen from a whole minibatch's behaviour before it is divided.
 

@@ -55,7 +55,7 @@ class Policy(Component):
 
     @property
     def provides(self) -> frozenset[str]:
-        return frozenset({"attention", "hidden_states", "reference"})
+        return frozenset({"attention", "hidden_states", "distribution", "reference"})
 
     def ready(self) -> None:
         if self.lora and find_spec("peft") is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 from cct.critic.towers import Tower
 from cct.policy.attention import attention_concentration, tap
+from cct.policy.head import LOGITS_AT_ONCE, distribution_of, entropy_of, plain_head, reading, token_logprobs
 from cct.rollout import Attention, Concentration, Forward, Statistic, Trace
 
 PER_HEAD = Concentration()  # the critic's feature: Shannon, every head by itself
@@ -20,7 +22,7 @@ class Reading:
     """What one forward says about each response token; index t of [B, T] is read before token t."""
 
     logprobs: Tensor  # [B, T] at the sampling temperature
-    entropy: Tensor  # [B, T] of the distribution that token t was drawn from, detached
+    entropy: Tensor  # [B, T] of the distribution that token t was drawn from, detached; 0 where it was not asked for
     values: Tensor | None = None  # [B, T + 1]; the last follows token T
     stats: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, T]
     trace: Trace | None = None  # what the critic read, to train it without another forward of the actor
@@ -30,15 +32,26 @@ class Agent(nn.Module):
     """An actor, and a critic that reads it.
 
     temperature: of sampling; log-probabilities are taken at the same one. bf16: compute in bfloat16 wherever
-    autocast does; behaviour and update alike, or their ratio would not start at 1.
+    autocast does; behaviour and update alike, or their ratio would not start at 1. logits_at_once: tokens of a forward
+    whose logits stand in memory together.
     """
 
-    def __init__(self, actor: PreTrainedModel, critic: Tower | None, temperature: float = 1.0, *, bf16: bool = False):
+    def __init__(
+        self,
+        actor: PreTrainedModel,
+        critic: Tower | None,
+        temperature: float = 1.0,
+        *,
+        bf16: bool = False,
+        logits_at_once: int | None = None,
+    ):
         super().__init__()
         self.actor = actor
         self.critic = critic
         self.temperature = temperature
         self.bf16 = bf16
+        self.logits_at_once = logits_at_once or max(1, LOGITS_AT_ONCE // actor.config.get_text_config().vocab_size)
+        self._head = (plain_head(actor),)  # in a tuple, or it would be a part of this module a second time
 
     def _precision(self, tensor: Tensor) -> torch.autocast:
         return torch.autocast(tensor.device.type, torch.bfloat16, enabled=self.bf16)
@@ -51,6 +64,7 @@ class Agent(nn.Module):
         *,
         statistics: dict[str, Statistic] | None = None,
         with_critic: bool = False,
+        with_entropy: bool = True,
     ) -> Reading:
         """One forward over [B, S] tokens (prompts left-padded, responses right-padded) of which the last `width` respond.
 
@@ -58,7 +72,13 @@ class Agent(nn.Module):
         """
         critic = self.critic if with_critic else None
         n_layers = self.actor.config.get_text_config().num_hidden_layers
-        wanted = statistics or {}
+        wanted, tokens, head = statistics or {}, input_ids[:, -width:], self._head[0]
+        whole = head is None or any("distribution" in one.reads for one in wanted.values())
+        of_tokens = (
+            nullcontext()
+            if whole or head is None
+            else reading(head, tokens, self.temperature, entropy=with_entropy, at_once=self.logits_at_once)
+        )
 
         def read(what: str) -> set[int]:
             """Layers that the statistics read this of."""
@@ -68,7 +88,7 @@ class Agent(nn.Module):
         if critic is not None:
             layers |= set(critic.reads_attention)
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-        with tap(self.actor, layers) as opened, self._precision(input_ids):
+        with tap(self.actor, layers) as opened, self._precision(input_ids), of_tokens:
             output = self.actor(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -77,21 +97,25 @@ class Agent(nn.Module):
                 output_hidden_states=bool(hidden) or (critic is not None and bool(critic.reads_hidden)),
                 logits_to_keep=width + 1,
             )
-        distribution = (output.logits[:, :-1].float() / self.temperature).log_softmax(-1)
-        logprobs = distribution.gather(2, input_ids[:, -width:].unsqueeze(2)).squeeze(2)
+        distribution = distribution_of(output.logits[:, :-1], self.temperature) if whole else None
+        logprobs, entropy = (
+            output.logits.unbind(-1)
+            if distribution is None
+            else (token_logprobs(distribution, tokens), entropy_of(distribution))
+        )
+        entropy = entropy.detach()
         with torch.no_grad():
-            entropy = -(distribution.exp() * distribution).sum(2)
             forward = Forward(
                 input_ids,
                 attention_mask,
                 width,
                 n_layers,
-                distribution.detach(),
                 logprobs.detach(),
                 entropy,
                 opened.attention,
                 {layer: output.hidden_states[layer + 1].detach() for layer in hidden},
                 self._concentration,
+                distribution.detach() if distribution is not None else None,
             )
             stats = {name: self._measured(name, what, forward) for name, what in wanted.items()}
         if critic is None:

@@ -20,6 +20,7 @@ from cct.policy.weights import save
 from cct.recipe import Recipe
 
 from .module import CreditModule, RolloutData
+from .profile import Profile
 from .ranks import Ranks
 from .rollouts import store
 from .rows import evaluate
@@ -58,8 +59,15 @@ def checkpoints(folder: Path) -> list[Path]:
 class Recorder(Callback):
     """After every iteration: metrics to the loggers, samples, evaluation and checkpoint where due."""
 
-    def __init__(self, recipe: Recipe, folder: Path | None, tokenizer: PreTrainedTokenizerBase, display: Display):
-        self.recipe, self._folder, self.tokenizer, self.display = recipe, folder, tokenizer, display
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path | None,
+        tokenizer: PreTrainedTokenizerBase,
+        display: Display,
+        profile: Profile | None = None,
+    ):
+        self.recipe, self._folder, self.tokenizer, self.display, self.profile = recipe, folder, tokenizer, display, profile
 
     @property
     def folder(self) -> Path:
@@ -91,6 +99,8 @@ class Recorder(Callback):
         if iteration > 0 and (last or iteration % self.recipe.evaluation.every == 0):
             metrics |= self._evaluate(trainer)
         self._log(trainer, metrics, iteration)
+        if self.profile is not None:
+            self.profile.took(iteration, metrics)
         if trainer.is_global_zero:
             with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
                 for sample in ended.samples:

@@ -24,6 +24,7 @@ from cct.rollout import Credit, Rollout, Trace, derive_seed
 from cct.transport.functional import explained_variance, gated_gae, masked_mean_std
 
 from .agent import Agent
+from .batching import micro_batches, trimmed
 from .ranks import Ranks
 from .rows import Row, TrainingStopped, branch, greedy_scores, sample_rows
 
@@ -41,7 +42,7 @@ class Minibatch:
     loss_weights: Tensor  # [B, T] of the policy's loss, by the geometry's aggregation and correction
     token_weights: Tensor  # [B, T] 1 / tokens of the minibatch: of the critic's loss and of metrics
     advantages: Tensor  # [B, T]
-    logprobs: Tensor  # [B, T] of the behaviour policy, which the ratio is to
+    logprobs: Tensor | None  # [B, T] of the behaviour policy, which the ratio is to; None where it is the policy that learns
     marked: Tensor | None  # [B, T] tokens that the geometry chose from the whole minibatch
     reference_logprobs: Tensor | None
     value_targets: Tensor | None  # [B, T]
@@ -66,6 +67,7 @@ class Iteration:
     rollout: Rollout  # as the transport saw it
     credit: Credit
     updates: list[Minibatch]
+    micro_batches: int  # of them in an optimizer step
     samples: list[Sample]
     metrics: dict[str, float]
 
@@ -75,7 +77,11 @@ class Collector:
 
     def __init__(self, recipe: Recipe, agent: Agent, tokenizer: PreTrainedTokenizerBase, reference: PreTrainedModel | None):
         self.recipe, self.agent, self.tokenizer = recipe, agent, tokenizer
-        self.reference = Agent(reference, None, agent.temperature, bf16=agent.bf16) if reference is not None else None
+        self.reference = (
+            Agent(reference, None, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
+            if reference is not None
+            else None
+        )
         self.moments: dict[str, tuple[float, float]] = {}
         self.on_stage: Callable[[str], None] = lambda stage: None
         self._engine: Engine | None = None
@@ -113,11 +119,10 @@ class Collector:
             clock.append((name, time.perf_counter()))
 
         seed = lambda purpose: derive_seed(recipe.seed, purpose, iteration)  # noqa: E731
-        stage("generate")
         each = recipe.training.prompts_per_iteration
         start = (iteration - 1 + recipe.training.critic_warmup) * each  # the warm-up draws from the stream first
         prompts = recipe.task.prompts(recipe.seed, start, each)
-        rows, errors = sample_rows(recipe, self.engine, self.tokenizer, prompts, seed("sample"), ranks)
+        rows, errors = sample_rows(recipe, self.engine, self.tokenizer, prompts, seed("sample"), ranks, stage)
         baselines: list[float] | None = None
         if recipe.needs("greedy"):
             stage("greedy")
@@ -126,6 +131,7 @@ class Collector:
         # Rows in random order from here on: the behaviour forward's chunks are the minibatches.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed("order"))).tolist()
         ordered = [rows[index] for index in order]
+        plan = self._plan(ordered, ranks.world)
         rollout, branched = self._tensors(ordered, seed("transport")), dict[str, float]()
         if baselines is not None:
             rollout = rollout.replace(greedy_scores=rollout.rewards.new_tensor(baselines)[rollout.groups])
@@ -134,9 +140,10 @@ class Collector:
             rollout, branched, more_errors = self._branch(rollout, ordered, seed("branch"), ranks)
             errors = errors + more_errors
         self.engine.rest()
-        stage("behaviour")
-        shares = [self._rows_of(Ranks(rank, ranks.world), len(rows)) for rank in range(ranks.world)]
-        rollout, traces = self._read(rollout, shares, ranks)
+        traces: list[Trace] = []
+        if not self._on_policy:
+            stage("behaviour")
+            rollout, traces = self._read(rollout, plan, ranks)
         scores = rollout.scores  # of the evidence alone
         rollout, cost = self._kl_in_reward(rollout)
         stage("transport")
@@ -147,7 +154,7 @@ class Collector:
             if other is not None:
                 credit, seen = recipe.transport(other), other
                 self._check(seen, credit, iteration)
-        updates = self._updates(rollout, credit, traces, shares[ranks.rank], iteration, seed("minibatches"))
+        updates = self._updates(rollout, credit, traces, plan[ranks.rank], iteration, seed("minibatches"))
         metrics = self._metrics(rollout, credit, scores) | cost
         stage("update")
         metrics |= branched | {f"evidence/{name}": float(count) for name, count in errors.items()}
@@ -160,12 +167,23 @@ class Collector:
             Sample(row.prompt.text, row.response.text, sum(row.rewards), advantage[number], row.response.finished)
             for number, row in enumerate(rows[: recipe.logging.samples])
         ]
-        return Iteration(seen, credit, updates, samples, metrics)
+        minibatches = len(rows) // recipe.training.minibatch_size
+        return Iteration(seen, credit, updates, len(plan[0]) // minibatches, samples, metrics)
 
-    def _rows_of(self, ranks: Ranks, count: int) -> Tensor:
-        """Row numbers that a rank reads and learns from: its part of every minibatch."""
-        size = self.recipe.training.minibatch_size
-        return torch.tensor([start + row for start in range(0, count, size) for row in ranks.share(size)])
+    @property
+    def _on_policy(self) -> bool:
+        """Whether the update's own forward says all that the behaviour forward would: one step, and nothing reads before it."""
+        recipe, geometry, training = self.recipe, self.recipe.geometry, self.recipe.training
+        steps = training.epochs * training.prompts_per_iteration * training.responses_per_prompt // training.minibatch_size
+        read_before = recipe.transport.reads_policy or recipe.critic is not None or self.reference is not None
+        old_matters = geometry.correction != "none" or geometry.ratio_to != "trainer" or geometry.marks
+        return steps == 1 and not read_before and not old_matters
+
+    def _plan(self, rows: Sequence[Row], world: int) -> list[list[list[int]]]:
+        """For each rank the rows of its forwards."""
+        training, sizes = self.recipe.training, [(len(row.response.tokens), len(row.prompt_tokens)) for row in rows]
+        each = training.micro_batch_size or training.minibatch_size // world
+        return micro_batches(sizes, training.minibatch_size, world, rows=each, tokens=training.micro_batch_tokens)
 
     def _tensors(self, rows: Sequence[Row], seed: int) -> Rollout:
         left, right = max(len(row.prompt_tokens) for row in rows), max(1, max(len(row.response.tokens) for row in rows))
@@ -180,6 +198,7 @@ class Collector:
             rollout_logprobs[number, :n] = torch.tensor(row.response.logprobs)
         mask = attention_mask[:, left:].bool() & torch.tensor([row.keep for row in rows]).unsqueeze(1)
         device = self.agent.actor.device
+        sampled = rollout_logprobs.to(device)
         return Rollout(
             input_ids.to(device),
             attention_mask.to(device),
@@ -187,8 +206,8 @@ class Collector:
             rewards.to(device),
             torch.tensor([row.group for row in rows], device=device),
             torch.tensor([not row.response.finished for row in rows], device=device),
-            torch.zeros_like(rewards, device=device),
-            rollout_logprobs.to(device),
+            sampled,
+            sampled.clone(),  # by the trainer, which may still say it itself
             moments=dict(self.moments),
             seed=seed,
         )
@@ -210,19 +229,22 @@ class Collector:
         return rollout.replace(starts=starts, branch_values=values), cost, errors
 
     @torch.no_grad()
-    def _read(self, rollout: Rollout, shares: list[Tensor], ranks: Ranks) -> tuple[Rollout, list[Trace]]:
+    def _read(self, rollout: Rollout, plan: list[list[list[int]]], ranks: Ranks) -> tuple[Rollout, list[Trace]]:
         """The behaviour forward: log-probabilities, values, statistics, and the traces that the critic learns from."""
         width, readings, reference = rollout.mask.shape[1], [], []
-        for rows in shares[ranks.rank].split(self.recipe.training.rows_per_forward):
-            ids, attention_mask = rollout.input_ids[rows], rollout.attention_mask[rows]
+        for rows in plan[ranks.rank]:
+            columns, narrow = trimmed(rollout, rows)
+            ids, attention_mask = rollout.input_ids[rows, columns], rollout.attention_mask[rows, columns]
             readings.append(
-                self.agent(ids, attention_mask, width, statistics=self.recipe.transport.statistics, with_critic=True)
+                self.agent(ids, attention_mask, narrow, statistics=self.recipe.transport.statistics, with_critic=True)
             )
             if self.reference is not None:
-                reference.append(self.reference(ids, attention_mask, width).logprobs)
+                reference.append(self.reference(ids, attention_mask, narrow, with_entropy=False).logprobs)
+        shares = [torch.tensor([row for rows in of_rank for row in rows]) for of_rank in plan]
 
-        def join(parts: Iterable[Tensor]) -> Tensor:
-            return ranks.gather_rows(torch.cat(list(parts)), shares)
+        def join(parts: Iterable[Tensor], width: int = width) -> Tensor:
+            whole = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
+            return ranks.gather_rows(torch.cat(whole), shares)
 
         stats = {name: join(reading.stats[name] for reading in readings) for name in readings[0].stats}
         read = rollout.replace(
@@ -231,7 +253,7 @@ class Collector:
             reference_logprobs=join(reference) if reference else None,
         )
         if self.agent.critic is not None:
-            values = join(reading.values for reading in readings)
+            values = join((reading.values for reading in readings), width + 1)
             after = values.gather(1, rollout.attention_mask[:, -width:].sum(1, keepdim=True)).squeeze(1)
             cut = after * rollout.truncated if self.recipe.training.bootstrap_truncated else None
             read = read.replace(values=values[:, :-1], bootstrap=cut)
@@ -263,7 +285,7 @@ class Collector:
                 raise TrainingStopped(f"NaN or infinity from {name} {where}")
 
     def _updates(
-        self, rollout: Rollout, credit: Credit, traces: list[Trace], mine: Tensor, iteration: int, seed: int
+        self, rollout: Rollout, credit: Credit, traces: list[Trace], mine: list[list[int]], iteration: int, seed: int
     ) -> list[Minibatch]:
         """The critic's passes, then the policy's; minibatches in random order, their micro-batches together."""
         training, geometry = self.recipe.training, self.recipe.geometry
@@ -273,33 +295,37 @@ class Collector:
         token_weights = torch.cat([aggregation_weights(m) for m in masks])
         old = rollout.rollout_logprobs if geometry.ratio_to == "engine" else rollout.logprobs
         assert old is not None
+        on_policy = self._on_policy
         minibatches = zip(*(x.split(training.minibatch_size) for x in (old, credit.advantages, rollout.mask)), strict=True)
         chosen = [geometry.mark(o, a, m, derive_seed(seed, "mark", number)) for number, (o, a, m) in enumerate(minibatches)]
         marked = torch.cat([part for part in chosen if part is not None]) if None not in chosen else None
-        chunks = mine.split(training.rows_per_forward)
 
         def micro(index: int, trace: Trace | None) -> Minibatch:
-            rows = chunks[index]
-            take = lambda x: None if x is None else x[rows]  # noqa: E731
+            rows = mine[index]
+            columns, width = trimmed(rollout, rows)
+
+            def take(x: Tensor) -> Tensor:
+                return x[rows, :width]
+
             return Minibatch(
-                rollout.input_ids[rows],
-                rollout.attention_mask[rows],
-                rollout.mask[rows],
-                loss_weights[rows],
-                token_weights[rows],
-                credit.advantages[rows],
-                old[rows],
-                take(marked),
-                take(rollout.reference_logprobs),
-                take(credit.value_targets),
+                rollout.input_ids[rows, columns],
+                rollout.attention_mask[rows, columns],
+                take(rollout.mask),
+                take(loss_weights),
+                take(token_weights),
+                take(credit.advantages),
+                None if on_policy else take(old),
+                None if marked is None else take(marked),
+                None if rollout.reference_logprobs is None else take(rollout.reference_logprobs),
+                None if credit.value_targets is None else take(credit.value_targets),
                 trace,
             )
 
-        each = training.micro_batches
+        each = len(mine) // len(masks)
         generator, updates = torch.Generator().manual_seed(seed), []
         passes = [True] * (training.critic_epochs if traces else 0) + [False] * (training.epochs if iteration > 0 else 0)
         for critic in passes:
-            for start in torch.randperm(len(chunks) // each, generator=generator).tolist():
+            for start in torch.randperm(len(masks), generator=generator).tolist():
                 updates += [micro(i, traces[i] if critic else None) for i in range(start * each, (start + 1) * each)]
         return updates
 
@@ -320,13 +346,14 @@ class Collector:
             "train/tokens": float(tokens.sum()),
             "train/truncated": float(rollout.truncated.float().mean()),
             "train/dropped": float((~kept).float().mean()),
-            "train/entropy": mean(rollout.stats["entropy"]),
             "advantage/mean": mean(credit.advantages),
             "advantage/std": float(masked_mean_std(credit.advantages, mask)[1]),
         }
-        assert rollout.rollout_logprobs is not None
-        gap = (rollout.logprobs - rollout.rollout_logprobs).abs().masked_fill(~mask, 0.0)
-        metrics |= {"engine/logprob_gap": mean(gap), "engine/logprob_gap_max": float(gap.max())}
+        if "entropy" in rollout.stats:
+            assert rollout.rollout_logprobs is not None
+            metrics["train/entropy"] = mean(rollout.stats["entropy"])
+            gap = (rollout.logprobs - rollout.rollout_logprobs).abs().masked_fill(~mask, 0.0)
+            metrics |= {"engine/logprob_gap": mean(gap), "engine/logprob_gap_max": float(gap.max())}
         if self.recipe.geometry.correction != "none":
             raw, used = self._correction(rollout)
             metrics |= {

@@ -91,7 +91,7 @@ class Live(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata in self._known:
             return
-        size, is_logits = storage.nbytes() if made else 0, tensor.dim() == 3 and tensor.shape[-1] == self.vocabulary
+        size, is_logits = storage.nbytes() if made else 0, tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
         self._known[storage._cdata] = size, is_logits
         weakref.finalize(storage, self._gone, storage._cdata)
         self.now += size
@@ -116,7 +116,8 @@ def footprint(recipe: Recipe, config: Any, prompt: int, *, accumulates: bool) ->
     """
     training, text = recipe.training, config.get_text_config()
     dtype = _dtype(recipe, config)
-    rows, width = training.rows_per_forward, recipe.generation.max_new_tokens
+    width = recipe.generation.max_new_tokens
+    rows = training.rows_per_forward(prompt + width)
     with _Fake():
         actor = tappable(AutoModelForCausalLM.from_config(config, dtype=dtype))
         if recipe.policy.lora is not None:
@@ -126,7 +127,13 @@ def footprint(recipe: Recipe, config: Any, prompt: int, *, accumulates: bool) ->
             critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
         if training.gradient_checkpointing:
             actor.gradient_checkpointing_enable({"use_reentrant": False})
-        agent = Agent(actor.train(), critic, recipe.generation.temperature, bf16=training.precision == "bf16")
+        agent = Agent(
+            actor.train(),
+            critic,
+            recipe.generation.temperature,
+            bf16=training.precision == "bf16",
+            logits_at_once=training.logits_at_once,
+        )
         ids = torch.zeros(rows, prompt + width, dtype=torch.long)
         attention_mask = torch.ones_like(ids)
         passes = {}
@@ -143,7 +150,7 @@ def footprint(recipe: Recipe, config: Any, prompt: int, *, accumulates: bool) ->
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
         with Live(text.vocab_size) as live:
-            agent(ids, attention_mask, width).logprobs.sum().backward()
+            agent(ids, attention_mask, width, with_entropy=False).logprobs.sum().backward()
         passes["policy_pass"] = live.closing()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -131,12 +131,17 @@ class CreditModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, paces)}
 
     def on_train_epoch_start(self) -> None:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if data.current is not None:
+            self.trainer.accumulate_grad_batches = data.current.micro_batches
         self.sums.clear()
         self.norms.clear()
         self.update_started = time.perf_counter()
 
     def training_step(self, batch: Minibatch, batch_index: int) -> torch.Tensor:
         learns = self.learns = "actor" if batch.trace is None else "critic"
+        if (engine := self._deepspeed) is not None:
+            engine.set_gradient_accumulation_boundary((batch_index + 1) % self.trainer.accumulate_grad_batches == 0)
         for group in self.optimizers().param_groups:  # type: ignore[union-attr]
             group["active"] = group["name"] == learns
         for name, parameters in self.parameters_of.items():  # or ZeRO-3 takes the other's last gradients into the norm
@@ -144,7 +149,12 @@ class CreditModule(LightningModule):
                 parameter.requires_grad_(name == learns)
         loss = self._policy_loss(batch) if learns == "actor" else self._critic_loss(batch)
         # The weights divide by the whole minibatch already; Lightning averages over micro-batches, and over processes.
-        return loss * self.recipe.training.micro_batches * Ranks.current().world
+        return loss * self.trainer.accumulate_grad_batches * Ranks.current().world
+
+    @property
+    def _deepspeed(self) -> Any:
+        """DeepSpeed's engine, which is told where a step ends, and left to count micro-batches of one; None without it."""
+        return getattr(self.trainer.strategy, "deepspeed_engine", None)
 
     def _critic_loss(self, batch: Minibatch) -> torch.Tensor:
         assert (
@@ -166,11 +176,15 @@ class CreditModule(LightningModule):
         return loss
 
     def _policy_loss(self, batch: Minibatch) -> torch.Tensor:
-        reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1])
+        on_policy = batch.logprobs is None
+        reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1], with_entropy=on_policy)
+        old_logprobs = reading.logprobs.detach() if batch.logprobs is None else batch.logprobs
         chosen = () if batch.marked is None else (batch.marked,)
         per_token, metrics = self.recipe.geometry(
-            reading.logprobs, batch.logprobs, batch.advantages, batch.mask, batch.reference_logprobs, *chosen
+            reading.logprobs, old_logprobs, batch.advantages, batch.mask, batch.reference_logprobs, *chosen
         )
+        if on_policy:
+            metrics["entropy"] = reading.entropy.masked_fill(~batch.mask, 0.0)
         loss = (batch.loss_weights * per_token).sum()
         self._finite(loss, f"geometry '{self.recipe.geometry.use}' (loss)")
         means = {f"policy/{name}": (batch.token_weights * value).sum() for name, value in metrics.items()}
@@ -197,7 +211,7 @@ class CreditModule(LightningModule):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """DeepSpeed clips by itself; the norm of what it clipped is recorded and checked here."""
-        engine = getattr(self.trainer.strategy, "deepspeed_engine", None)
+        engine = self._deepspeed
         before = engine.global_steps if engine is not None else 0
         super().optimizer_step(*args, **kwargs)
         if engine is not None and engine.global_steps > before:
@@ -210,7 +224,7 @@ class CreditModule(LightningModule):
         ranks = Ranks.current()
         everyone = ranks.gather(dict(self.sums))
         sums = {name: sum(part[name] for part in everyone) for name in self.sums}
-        each = self.recipe.training.micro_batches * ranks.world  # batches in one optimizer step
+        each = self.trainer.accumulate_grad_batches * ranks.world  # batches in one optimizer step
         means = {
             name: total / (sums[f"{name.split('/')[0]}/batches"] / each)
             for name, total in sums.items()

@@ -40,10 +40,9 @@ class Ranks:
 
     def gather_rows(self, mine: Tensor, index: list[Tensor]) -> Tensor:
         """Rows of all ranks, placed by each rank's row numbers; every rank has equally many."""
-        if self.world == 1:
-            return mine
-        parts = [torch.empty_like(mine) for _ in index]
-        distributed.all_gather(parts, mine.contiguous())
+        parts = [mine] if self.world == 1 else [torch.empty_like(mine) for _ in index]
+        if self.world > 1:
+            distributed.all_gather(parts, mine.contiguous())
         whole = mine.new_empty(sum(map(len, index)), *mine.shape[1:])
         for rows, part in zip(index, parts, strict=True):
             whole[rows] = part

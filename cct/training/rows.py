@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -117,9 +117,15 @@ def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts
 
 
 def sample_rows(
-    recipe: Recipe, engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Prompt], seed: int, ranks: Ranks
+    recipe: Recipe,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    seed: int,
+    ranks: Ranks,
+    stage: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[Row], Counter[str]]:
-    """`responses_per_prompt` judged responses to each prompt, and how often which evidence raised.
+    """`responses_per_prompt` judged responses to each prompt, and how often which evidence raised. stage: told what begins.
 
     Every rank samples and judges a share of equal size and gets all rows, in the order of the prompts. A
     response depends on the seed and its number only, not on the ranks or the batch it was sampled in.
@@ -128,7 +134,9 @@ def sample_rows(
     numbers = ranks.share(len(prompts) * each)
     tokens = encode(recipe, engine.actor, tokenizer, prompts)
     seeds = [derive_seed(seed, number) for number in numbers]
+    stage("generate")
     responses = respond(engine, tokenizer, [tokens[number // each] for number in numbers], seeds)
+    stage("evidence")
     rewards, keep, errors = judge(recipe.evidence, [prompts[number // each] for number in numbers], responses)
     rows = [
         Row(prompts[number // each], tokens[number // each], response, tuple(reward), kept, number // each)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from lightning import Trainer
+from lightning import Callback, Trainer
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
@@ -31,6 +31,7 @@ from .agent import Agent
 from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
 from .collect import Collector
 from .module import CreditModule, RolloutData
+from .profile import Profile
 from .ranks import Ranks
 from .rollouts import drop_after
 from .rows import encode, evaluate, evaluate_frozen
@@ -88,17 +89,19 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
         add_lora(actor, **recipe.policy.lora.model_dump())
     if training.gradient_checkpointing:
         actor.gradient_checkpointing_enable({"use_reentrant": False})
-    return Agent(actor, critic, recipe.generation.temperature, bf16=training.precision == "bf16"), tokenizer, reference
+    bf16 = training.precision == "bf16"
+    agent = Agent(actor, critic, recipe.generation.temperature, bf16=bf16, logits_at_once=training.logits_at_once)
+    return agent, tokenizer, reference
 
 
-def start(recipe: Recipe, root: Path, *, console: Console) -> Path | None:
+def start(recipe: Recipe, root: Path, *, console: Console, profile: bool = False) -> Path | None:
     """Train into a new folder under `root`, which is returned (None on other processes than the first)."""
     try:
         folder = new_folder(root, recipe.name) if is_first() else None
     except OSError as error:
         raise RecipeError(f"{root}: no folder can be made there ({error})") from None
     try:
-        train(recipe, folder, console=console)
+        train(recipe, folder, console=console, profile=profile)
     except RecipeError:  # nothing was trained
         if folder is not None:
             shutil.rmtree(folder)
@@ -111,9 +114,12 @@ def is_first() -> bool:
     return (_get_rank() or 0) == 0
 
 
-def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: Path | None = None) -> None:
+def train(
+    recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: Path | None = None, profile: bool = False
+) -> None:
     """Train into `folder` (None on other processes than the first), from `checkpoint` where given; print the closing table.
 
+    profile: also print where the time went, and write a trace of one iteration.
     Raises TrainingStopped on NaN or failing evidence; checkpoints taken so far stay.
     """
     _quiet()
@@ -132,10 +138,18 @@ def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: 
     with Display(recipe, console) as display:
         agent, tokenizer, reference = build(recipe, display.warm_start)
         collector = Collector(recipe, agent, tokenizer, reference)
-        collector.on_stage = lambda stage: display.show(stage=stage)
+        profiler = Profile(folder, console, recipe.training.precision == "bf16") if profile else None
+
+        def on_stage(stage: str) -> None:
+            display.show(stage=stage)
+            if profiler is not None:
+                profiler.on_stage(stage)
+
+        collector.on_stage = on_stage
+        callbacks: list[Callback] = [] if profiler is None else [profiler]
+        callbacks.append(Recorder(recipe, folder, tokenizer, display, profiler))
         trainer = Trainer(
             max_epochs=recipe.training.critic_warmup + recipe.training.iterations,
-            accumulate_grad_batches=recipe.training.micro_batches,
             gradient_clip_val=recipe.training.gradient_clip,
             precision="bf16-mixed" if recipe.training.precision == "bf16" else "32-true",
             reload_dataloaders_every_n_epochs=1,
@@ -144,7 +158,7 @@ def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: 
             devices=recipe.training.devices,
             num_nodes=recipe.training.nodes,
             logger=loggers,
-            callbacks=[Recorder(recipe, folder, tokenizer, display)],
+            callbacks=callbacks,
             default_root_dir=folder,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -164,7 +178,7 @@ def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: 
         console.print(closing_table(folder, time.perf_counter() - started))
 
 
-def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, console: Console) -> None:
+def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, console: Console, profile: bool = False) -> None:
     """Go on from the newest checkpoint of a run, under its own recipe or a given one.
 
     Events after the checkpoint are dropped from the logs: they are made again. Raises RecipeError where
@@ -183,7 +197,7 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
             f"`--set training.iterations={2 * reached}` would train on"
         )
     if not is_first():
-        return train(recipe, None, console=console, checkpoint=saved[-1])
+        return train(recipe, None, console=console, checkpoint=saved[-1], profile=profile)
     for change in _changes(load_recipe(folder / "recipe.yaml"), recipe):
         console.print(f"resuming with {change}", highlight=False)
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -195,7 +209,7 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
             ]
             (folder / name).write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     drop_after(folder, reached)
-    train(recipe, folder, console=console, checkpoint=saved[-1])
+    train(recipe, folder, console=console, checkpoint=saved[-1], profile=profile)
 
 
 def evaluate_run(folder: Path) -> dict[str, float]:

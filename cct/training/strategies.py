@@ -59,6 +59,6 @@ def _deepspeed(training: Training, on_gpu: bool) -> Strategy:
         "offload_optimizer": training.offload != "none",
         "offload_parameters": training.offload == "parameters",
         # Said here, or Lightning asks for an iteration's minibatches before training to find out.
-        "logging_batch_size_per_gpu": training.rows_per_forward,
+        "logging_batch_size_per_gpu": 1,
     }
     return DeepSpeedStrategy(**knobs) if on_gpu else OnCPU(**knobs, process_group_backend="gloo")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from cct.registry import Component, Registry
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 class Transport(Component):
     """Carries a rollout's rewards back along its tokens."""
+
+    reads_policy: ClassVar[bool] = True
+    """Whether it reads what the trainer's forward says of the sampled tokens: log-probabilities, statistics, values. Where
+    nothing does and the only step is on policy, that forward is left out."""
 
     def __call__(self, rollout: Rollout) -> Credit:
         """Advantages [B, T] (and value targets [B, T] where it has a use for a critic)."""

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 
 class _CriticFree(Transport):
-    """A transport with `like`."""
+    """A transport of rewards and groups alone, with `like`."""
 
+    reads_policy = False
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     """Framework -> the knobs that are its conventions."""
 

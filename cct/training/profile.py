@@ -1,0 +1,121 @@
+"""Where the time of an iteration goes: shares of its stages, tokens/s, the part of the machine's peak that is used, a trace."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from .collect import Iteration
+from .module import CreditModule, RolloutData
+
+STAGES = ("generate", "evidence", "greedy", "branch", "behaviour", "transport", "update", "sync")
+TRACED = 2  # the iteration whose operations are recorded; recording slows it, so it does not count in the table
+BACKWARD = 2  # a backward does twice the products of its forward
+
+
+def measured_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.5) -> float:
+    """FLOP/s of the best of repeated products of two square matrices: what the machine gives at best."""
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        started = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+def _attention_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: Any, out_shape: Any = None, **kw: Any) -> int:
+    return sdpa_flop_count(query_shape, key_shape, value_shape)
+
+
+@torch.no_grad()
+def update_flops(module: CreditModule, iteration: Iteration) -> float:
+    """Floating point operations of an iteration's update on this process: its products, forward and backward.
+
+    Recomputation, element-wise operations and the optimizer's step are not counted.
+    """
+    on_cpu = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    with FlopCounterMode(display=False, custom_mapping=on_cpu) as counter:
+        for batch in iteration.updates:
+            width = batch.mask.shape[1]
+            if batch.trace is None:
+                module.agent(batch.input_ids, batch.attention_mask, width, with_entropy=False)
+            else:
+                module.agent.values(batch.trace, width)
+    return (1 + BACKWARD) * counter.get_total_flops()
+
+
+class Profile(Callback):
+    """Counts and times a run; prints a table at its end and writes `trace.json.gz`, which https://ui.perfetto.dev opens."""
+
+    def __init__(self, folder: Path | None, console: Console, bf16: bool):
+        self.folder, self.console, self.bf16 = folder, console, bf16
+        self.seconds: list[dict[str, float]] = []  # of each iteration but the traced one
+        self.flops: list[float] = []
+        self.tokens: list[float] = []
+        self._recorder = ExitStack()
+        self._stage: AbstractContextManager[Any] = nullcontext()
+
+    def on_stage(self, name: str) -> None:
+        """A stage begins: its operations stand under its name in the trace."""
+        self._stage.__exit__(None, None, None)
+        self._stage = torch.profiler.record_function(f"stage: {name}")
+        self._stage.__enter__()
+
+    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(module, CreditModule) and isinstance(data, RolloutData)
+        if module.iteration > 0 and data.current is not None:
+            self.flops.append(update_flops(module, data.current))
+            module.update_started = time.perf_counter()  # counting is no part of the update
+
+    def took(self, iteration: int, metrics: dict[str, float]) -> None:
+        """An iteration is over, with these metrics; the next one is recorded where it is the one to trace."""
+        if iteration > 0 and iteration != TRACED:
+            self.seconds.append({name: metrics[f"time/{name}"] for name in STAGES if f"time/{name}" in metrics})
+            self.tokens.append(metrics["train/tokens"])
+        elif iteration == TRACED:
+            self._recorder.close()
+            self.flops.pop()
+        if iteration == TRACED - 1 and self.folder is not None:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            recorder, trace = torch.profiler.profile(activities=activities), str(self.folder / "trace.json.gz")
+            self._recorder.callback(lambda: recorder.export_chrome_trace(trace))
+            self._recorder.enter_context(recorder)
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self._recorder.close()
+        if self.folder is not None and self.seconds:
+            peak = measured_peak(module.device, torch.bfloat16 if self.bf16 else torch.float32)
+            self.console.print(self.table(peak))
+            if (self.folder / "trace.json.gz").exists():
+                self.console.print(f"iteration {TRACED} as a trace for https://ui.perfetto.dev: {self.folder}/trace.json.gz")
+
+    def table(self, peak: float) -> Table:
+        """Seconds, share and tokens/s of each stage, means over iterations; peak: FLOP/s."""
+        tokens, whole = sum(self.tokens), sum(sum(stages.values()) for stages in self.seconds)
+        table = Table(title=f"profile: mean of {len(self.seconds)} iterations", title_justify="left")
+        for column in ("stage", "s", "share", "tokens/s"):
+            table.add_column(column, justify="left" if column == "stage" else "right")
+        for name in STAGES:
+            seconds = sum(stages.get(name, 0.0) for stages in self.seconds)
+            if seconds:
+                table.add_row(name, f"{seconds / len(self.seconds):.4f}", f"{seconds / whole:.1%}", f"{tokens / seconds:,.0f}")
+        table.add_row("all", f"{whole / len(self.seconds):.4f}", "100.0%", f"{tokens / whole:,.0f}")
+        rate = sum(self.flops) / sum(stages["update"] for stages in self.seconds)
+        table.caption = (
+            f"update: {rate / 1e9:,.1f} of {peak / 1e9:,.1f} GFLOP/s, {rate / peak:.1%} of what a square matrix product reaches"
+        )
+        return table
