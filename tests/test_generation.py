@@ -1,12 +1,14 @@
 """The transformers engine: a response is a function of its seed, and its log-probabilities are those it was drawn with."""
 
+import math
+
 import pytest
 import torch
 from test_training import tiny
 
 from cct.policy import end_tokens
 from cct.policy.generation import Auto, Transformers
-from cct.policy.sampling import Engine
+from cct.policy.sampling import Engine, exponential
 from cct.policy.weights import add_lora, named_weights
 from cct.training.run import build
 
@@ -45,6 +47,29 @@ def test_a_response_depends_on_its_seed_only(model):
     small = opened(model, batch_size=5).generate(PROMPTS[::-1], range(11, -1, -1))
     assert [c.tokens for c in whole] == [c.tokens for c in small[::-1]]
     assert len({c.tokens for c in opened(model).generate([[3, 4]] * 8, range(8))}) > 1
+
+
+def test_the_noise_is_exponential_and_independent_over_seeds_steps_and_columns():
+    """Kolmogorov-Smirnov of 200,000 numbers, and correlations of neighbours within five standard errors."""
+    from scipy.stats import kstest
+
+    seeds = torch.arange(100)
+    numbers = torch.stack([exponential(seeds, step, 50) for step in range(40)]).double()  # [step, seed, column]
+    assert kstest(numbers.flatten().numpy(), "expon").pvalue > 1e-4
+    centred = numbers - numbers.mean()
+    for dim in range(3):
+        length = numbers.shape[dim] - 1
+        neighbours = centred.narrow(dim, 0, length) * centred.narrow(dim, 1, length)
+        assert abs(neighbours.mean() / centred.var()) < 5 / neighbours.numel() ** 0.5
+    diagonal = centred[:-1, 1:, :] * centred[1:, :-1, :]  # a seed and a step that add up to the same
+    assert abs(diagonal.mean() / centred.var()) < 5 / diagonal.numel() ** 0.5
+    assert (numbers > 0).all() and numbers.unique().numel() > 199_000
+
+
+def test_noise_is_splitmix64():
+    """Seed 0 of the published generator starts with 0xE220A8397B1DCDAF; here that is the key's own mix, at seed and step 0."""
+    first = -math.log(((0xE220A8397B1DCDAF >> 11) + 0.5) * 2.0**-53)
+    assert exponential(torch.zeros(1, dtype=torch.long), 0, 1).item() == pytest.approx(first, rel=1e-6)
 
 
 def test_responses_are_distributed_as_the_policy_says(model):

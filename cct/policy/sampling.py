@@ -116,7 +116,7 @@ class TransformersEngine(Engine):
     def _batch(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None, limits: Sequence[int]) -> list[Completion]:
         knobs, pad, device = self.knobs, self.tokenizer.pad_token_id, self.actor.device
         width = max(map(len, prompts))
-        sampler = _Sampler(knobs, seeds) if seeds is not None else None
+        sampler = _Sampler(knobs, torch.tensor(seeds, device=device)) if seeds is not None else None
         output: Tensor = self.model.generate(  # type: ignore[operator]
             input_ids=torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device),
             attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
@@ -153,15 +153,35 @@ class TransformersEngine(Engine):
         return Completion(tuple(tokens[:end]), end <= len(tokens), tuple(logprobs[:end]))
 
 
+def exponential(seeds: Tensor, step: int, size: int) -> Tensor:
+    """Numbers from the standard exponential distribution, [B, size], float32, each a function of seed, step and column.
+
+    seeds: int64 [B]. Counter-based, so there is no state, and every device gives the same bits: splitmix64 (Steele et al.
+    2014) seeded by (seed, step), 53 bits of each output.
+    """
+    golden = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed number; products wrap around
+    key = _mixed(_mixed(seeds * golden) + step)
+    bits = _mixed(key.unsqueeze(1) + golden * torch.arange(1, size + 1, device=seeds.device))
+    uniform = ((bits >> 11) & (2**53 - 1)).double().add_(0.5).mul_(2.0**-53)
+    return uniform.log_().neg_().float()
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """splitmix64's finalizer: each bit of the result depends on all of x."""
+    x = (x ^ (x >> 30 & 2**34 - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & 2**37 - 1)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31 & 2**33 - 1)
+
+
 class _Sampler:
     """Logits processor under which the greedy choice is a sample (the Gumbel-max trick), and its log-probability known.
 
-    Each sequence draws from a generator of its own, so that what it samples does not depend on the batch.
+    Its noise depends on a sequence's own seed and its step only, so what it samples does not depend on the batch.
     """
 
-    def __init__(self, knobs: Generation, seeds: Sequence[int]):
+    def __init__(self, knobs: Generation, seeds: Tensor):
         self.temperature = knobs.temperature
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.seeds = seeds
         self.logprobs: list[Tensor] = []  # of each step's choices
         self.warpers: list[Any] = [TopKLogitsWarper(knobs.top_k)] if knobs.top_k else []
         self.warpers += [TopPLogitsWarper(knobs.top_p)] if knobs.top_p < 1 else []
@@ -170,10 +190,7 @@ class _Sampler:
         scores = scores.float() / self.temperature
         for warper in self.warpers:
             scores = warper(input_ids, scores)
-        noise = torch.empty(scores.shape)
-        for row, generator in zip(noise, self.generators, strict=True):
-            row.exponential_(generator=generator)
-        noisy = scores - noise.clamp_(min=torch.finfo(torch.float32).tiny).log_().to(scores.device)
+        noisy = scores - exponential(self.seeds, len(self.logprobs), scores.shape[1]).log()
         chosen = noisy.argmax(1, keepdim=True)
         self.logprobs.append(scores.log_softmax(1).gather(1, chosen).squeeze(1))
         return noisy
