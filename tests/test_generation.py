@@ -1,9 +1,11 @@
 """The transformers engine: a response is a function of its seed, and its log-probabilities are those it was drawn with."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import MODELS, tiny_model
 from test_training import tiny
 
 from cct.policy import end_tokens
@@ -47,6 +49,23 @@ def test_a_response_depends_on_its_seed_only(model):
     small = opened(model, batch_size=5).generate(PROMPTS[::-1], range(11, -1, -1))
     assert [c.tokens for c in whole] == [c.tokens for c in small[::-1]]
     assert len({c.tokens for c in opened(model).generate([[3, 4]] * 8, range(8))}) > 1
+
+
+@pytest.mark.parametrize("family", [*MODELS])
+def test_a_prompt_that_several_responses_share_is_read_once_and_gives_the_same_responses(family):
+    actor = tiny_model(family)
+    tokenizer = SimpleNamespace(pad_token_id=0, eos_token_id=1)
+    engine = Transformers(max_new_tokens=8).open(actor, tokenizer)
+    prompts = [[3, 4, 5, 6, 7], [8], [9, 10, 11]]
+    read = []
+    hook = actor.get_input_embeddings().register_forward_hook(lambda module, args, output: read.append(args[0].numel()))
+    grouped = engine.generate([prompt for prompt in prompts for _ in range(4)], range(12))
+    hook.remove()
+    assert read[:2] == [3 * 4, 12 * 1]  # all but the last tokens of three prompts, then the last of twelve rows
+    for number, completion in enumerate(grouped):
+        (alone,) = engine.generate([prompts[number // 4]], [number])
+        assert completion.tokens == alone.tokens
+        assert completion.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
 def test_the_noise_is_exponential_and_independent_over_seeds_steps_and_columns():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from transformers import (
+    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -114,16 +115,18 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _batch(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None, limits: Sequence[int]) -> list[Completion]:
-        knobs, pad, device = self.knobs, self.tokenizer.pad_token_id, self.actor.device
-        width = max(map(len, prompts))
+        knobs, device = self.knobs, self.actor.device
+        input_ids, attention_mask = self._padded(prompts)
+        width = input_ids.shape[1]
         sampler = _Sampler(knobs, torch.tensor(seeds, device=device)) if seeds is not None else None
         output: Tensor = self.model.generate(  # type: ignore[operator]
-            input_ids=torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device),
-            attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=self._read(prompts),
             generation_config=GenerationConfig(
                 max_new_tokens=max(limits),
                 eos_token_id=self.ends,
-                pad_token_id=pad,
+                pad_token_id=self.tokenizer.pad_token_id,
                 do_sample=False,
             ),
             logits_processor=LogitsProcessorList([sampler] if sampler else []),
@@ -132,6 +135,32 @@ class TransformersEngine(Engine):
         logprobs = torch.stack(sampler.logprobs, 1).tolist() if sampler else [[]] * len(prompts)
         rows = zip(output.tolist(), logprobs, limits, strict=True)
         return [self._completion(tokens[:most], logs[:most]) for tokens, logs, most in rows]
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Token ids and attention mask, [B, P] each, padded on the left."""
+        pad, width, device = self.tokenizer.pad_token_id, max(map(len, prompts)), self.actor.device
+        return (
+            torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device),
+            torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
+        )
+
+    def _read(self, prompts: Sequence[Sequence[int]]) -> DynamicCache | None:
+        """Keys and values of all but the prompts' last tokens, each prompt read once; None where nothing would be saved."""
+        place = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        if len(place) == len(prompts) or max(map(len, prompts)) == 1:
+            return None
+        input_ids, attention_mask = self._padded(list(place))
+        cache = DynamicCache(config=self.model.config)
+        self.model(
+            input_ids=input_ids[:, :-1],
+            attention_mask=attention_mask[:, :-1],
+            position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0)[:, :-1],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache.batch_select_indices(torch.tensor([place[tuple(prompt)] for prompt in prompts], device=input_ids.device))
+        return cache
 
     def _stopped(self, width: int):
         """Stopping criterion: a stop string was just completed (transformers' own needs tokenizers of words)."""
