@@ -18,6 +18,7 @@ from .module import CreditModule, RolloutData
 
 STAGES = ("generate", "evidence", "greedy", "branch", "behaviour", "transport", "update", "sync")
 TRACED = 2  # the iteration whose operations are recorded; recording slows it, so it does not count in the table
+SHOWN = 1e-4  # seconds an iteration, of a stage that is listed
 BACKWARD = 2  # a backward does twice the products of its forward
 
 
@@ -99,23 +100,26 @@ class Profile(Callback):
         self._recorder.close()
         if self.folder is not None and self.seconds:
             peak = measured_peak(module.device, torch.bfloat16 if self.bf16 else torch.float32)
-            self.console.print(self.table(peak))
+            rate = sum(self.flops) / sum(stages["update"] for stages in self.seconds)
+            self.console.print(self.table())
+            self.console.print(
+                f"update: {rate / 1e9:,.1f} GFLOP/s, {rate / peak:.1%} of the {peak / 1e9:,.1f} of a large matrix product",
+                soft_wrap=True,
+            )
             if (self.folder / "trace.json.gz").exists():
-                self.console.print(f"iteration {TRACED} as a trace for https://ui.perfetto.dev: {self.folder}/trace.json.gz")
+                self.console.print(
+                    f"iteration {TRACED} as a trace for https://ui.perfetto.dev: {self.folder}/trace.json.gz", soft_wrap=True
+                )
 
-    def table(self, peak: float) -> Table:
-        """Seconds, share and tokens/s of each stage, means over iterations; peak: FLOP/s."""
+    def table(self) -> Table:
+        """Seconds, share and tokens/s of each stage, means over iterations."""
         tokens, whole = sum(self.tokens), sum(sum(stages.values()) for stages in self.seconds)
         table = Table(title=f"profile: mean of {len(self.seconds)} iterations", title_justify="left")
         for column in ("stage", "s", "share", "tokens/s"):
             table.add_column(column, justify="left" if column == "stage" else "right")
         for name in STAGES:
             seconds = sum(stages.get(name, 0.0) for stages in self.seconds)
-            if seconds:
+            if seconds >= SHOWN * len(self.seconds):
                 table.add_row(name, f"{seconds / len(self.seconds):.4f}", f"{seconds / whole:.1%}", f"{tokens / seconds:,.0f}")
         table.add_row("all", f"{whole / len(self.seconds):.4f}", "100.0%", f"{tokens / whole:,.0f}")
-        rate = sum(self.flops) / sum(stages["update"] for stages in self.seconds)
-        table.caption = (
-            f"update: {rate / 1e9:,.1f} of {peak / 1e9:,.1f} GFLOP/s, {rate / peak:.1%} of what a square matrix product reaches"
-        )
         return table
