@@ -152,6 +152,8 @@ def _run(arguments: argparse.Namespace) -> int:
             f"into {arguments.resume or arguments.runs / recipe.name}"
         )
         return 0
+    if arguments.profile:  # read when torch is imported: its profiler says on stderr that it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from rich.console import Console
 
     from cct.training.rows import TrainingStopped
