@@ -157,9 +157,13 @@ class CreditModule(LightningModule):
         raw = self.agent.values(batch.trace, width)[0][:, :-1]
         raw = raw.masked_fill(~mask.view(*mask.shape, *[1] * (raw.dim() - 2)), 0.0)
         old = batch.trace.values[:, :-1] if batch.trace.values is not None else None
-        prompts = prompt_numbers(batch.input_ids[:, :-width], batch.attention_mask[:, :-width])
+        dealt = prompt_numbers(batch.input_ids[:, :-width], batch.attention_mask[:, :-width])
+        if (
+            self.agent.critic.head.split == "responses"
+        ):  # from another critic on for each prompt, where they do not divide evenly
+            dealt = dealt + batch.numbers
         targets = batch.value_targets.masked_fill(~mask, 0.0)
-        per_token = self.agent.critic.head.loss(raw, targets, old, prompts).masked_fill(~mask, 0.0)
+        per_token = self.agent.critic.head.loss(raw, targets, old, dealt).masked_fill(~mask, 0.0)
         loss = (batch.token_weights * per_token).sum()
         self._finite(loss, f"critic '{self.recipe.critic.use}' (loss)")
         self._count(**{"critic/loss": loss.detach(), "critic/batches": torch.ones(())})
