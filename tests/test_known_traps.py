@@ -5,6 +5,7 @@ Each is small on purpose; where a subject has a file of its own, the cases at it
 
 from __future__ import annotations
 
+import copy
 import io
 from dataclasses import dataclass
 
@@ -183,11 +184,14 @@ def test_before_any_update_every_ratio_is_1_and_nothing_is_clipped(sampled):
         assert metrics["clip_fraction"].sum() == 0
 
 
-def test_after_a_sync_the_engine_samples_from_the_new_weights():
-    """Of the engine in this process; test_vllm holds vLLM's to the same, and to stop the run where it is stale."""
+@pytest.mark.parametrize("on_a_copy", [False, True])
+def test_after_a_sync_the_engine_samples_from_the_new_weights(on_a_copy):
+    """On the weights being trained, and on a copy, as of split ones. test_vllm holds vLLM to it, and to stop where stale."""
     recipe = tiny("grpo")
     agent, tokenizer, _ = build(recipe)
     collector = Collector(recipe, agent, tokenizer, None)
+    if on_a_copy:
+        collector.engine.model = copy.deepcopy(agent.actor)
     before = collector.collect(1).rollout
     with torch.no_grad():
         for parameter in agent.actor.parameters():
