@@ -9,6 +9,7 @@ from test_training import assert_same_tensors, collected, final_state, run, tiny
 from torch.testing import assert_close
 
 from cct.critic.functional import group_mean
+from cct.recipe import RecipeError
 from cct.training.module import CreditModule
 from cct.training.run import read_metrics
 from cct.transport import gated_gae, transports
@@ -38,6 +39,18 @@ def test_the_micro_batch_split_changes_no_weight_of_mini_critics(tmp_path):
     a, b = (final_state(run(recipe, tmp_path))["optimizer_states"][0]["state"] for recipe in recipes)
     for index in a:
         assert_close(a[index]["exp_avg"], b[index]["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def test_the_disagreement_of_mini_critics_masks_advantages():
+    with pytest.raises(RecipeError, match="needs disagreement.*critic: mini_critics"):
+        tiny("gae", "transport=disagreement")
+    _, iteration = collected(
+        tiny("gae", "critic={use: mini_critics, of: value_head}", "transport={use: disagreement, share: 0.4}")
+    )
+    rollout, advantages = iteration.rollout, iteration.credit.advantages
+    deviation, left_out = rollout.stats["value_disagreement"][rollout.mask], advantages[rollout.mask].eq(0)
+    assert 0.3 < left_out.float().mean() < 0.5
+    assert deviation[left_out].max() < deviation[~left_out].min()
 
 
 @pytest.mark.parametrize("split", ["responses", "prompts"])
