@@ -220,7 +220,7 @@ def dppo_loss(
     q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (kl): lower bounds of the divergences over the vocabulary.
     M = 0 where D > bound and p > q, A > 0 or p < q, A < 0. Arguments, returns and masks as `ppo_clip_loss`;
     `clip_fraction` is the share of M = 0. Source: DPPO, Qi et al. 2026, arXiv 2602.04879 (its binary approximations); bounds
-    0.15 (tv) and 0.05 (kl) are those of its authors' runs in verl, and so is the ratio's of 20.
+    0.15 (tv) and 0.05 (kl) are those of its authors' runs in verl, 20 for the ratio is verl's default.
     Pitfall: the bound is of probabilities, so PPO's 0.2 is another size; rare tokens may change a hundredfold.
     """
     log_ratio, ratio = _ratio(logprobs, old_logprobs, mask)

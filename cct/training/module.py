@@ -170,9 +170,7 @@ class CreditModule(LightningModule):
         raw = raw.masked_fill(~mask.view(*mask.shape, *[1] * (raw.dim() - 2)), 0.0)
         old = batch.trace.values[:, :-1] if batch.trace.values is not None else None
         dealt = prompt_numbers(batch.input_ids[:, :-width], batch.attention_mask[:, :-width])
-        if (
-            self.agent.critic.head.split == "responses"
-        ):  # from another critic on for each prompt, where they do not divide evenly
+        if self.agent.critic.head.split == "responses":  # not always the same critic first, as they may not divide evenly
             dealt = dealt + batch.numbers
         targets = batch.value_targets.masked_fill(~mask, 0.0)
         per_token = self.agent.critic.head.loss(raw, targets, old, dealt).masked_fill(~mask, 0.0)

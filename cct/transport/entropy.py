@@ -23,8 +23,8 @@ class GTPO(Transport):
     failure's tokens get -1, weighted by the inverse of their entropy, and successes and failures are normalised apart. Here
     failures are not weighted, both are normalised together, so that a success is worth more than a failure whatever its
     entropies, and groups of equal scores get exactly 0.
-    Defaults: share 0.1 (the source's is added to 1 or taken from it, from version to version), ddof 0. With share 0 and equal
-    lengths it is `grpo` with ddof 0.
+    Defaults: share 0.1 (public implementations give the rest a weight of 0.9 or of 1), ddof 0. With share 0 and equal lengths
+    it is `grpo` with ddof 0.
     Pitfall: the t-th tokens of two responses need have nothing in common. Scores must be positive for success only.
     """
 
