@@ -14,18 +14,18 @@ import torch
 from conftest import make_mask, make_rollout
 from pydantic import ValidationError
 from rich.console import Console
-from test_recipe import NO_CRITIC, over, the_problem, write
-from test_training import collected, final_state, run, scattered, tiny
+from test_recipe import NO_CRITIC, RECIPES, over, the_problem, write
+from test_training import TINY, collected, final_state, run, scattered, tiny
 from torch.testing import assert_close
 
 from cct.evidence import Evidence, Verdict
 from cct.geometry import aggregation_weights, geometries
 from cct.loading import load_recipe
 from cct.recipe import Recipe, RecipeError
-from cct.rollout import Prompt, Response
+from cct.rollout import Prompt, Response, Rollout
 from cct.training.agent import Agent
 from cct.training.collect import Collector, Iteration, Minibatch
-from cct.training.rows import TrainingStopped, judge, respond
+from cct.training.rows import TrainingStopped, judge
 from cct.training.run import build, resume
 from cct.transport import explained_variance, gated_gae, group_advantage, transports, whiten
 
@@ -48,7 +48,11 @@ class Sampled:
 def sampled(tmp_path_factory) -> Sampled:
     sets = ("generation.temperature=0.7", "training.micro_batch_size=2", "transport={use: gae, lam: 0.9}")
     recipe = scattered(tmp_path_factory.mktemp("sampled"), "gae", *sets)
-    agent, iteration = collected(recipe)
+    agent, tokenizer, _ = build(recipe)
+    with torch.no_grad():
+        for parameter in agent.critic.parameters():  # which else says the same of every state
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    iteration = Collector(recipe, agent, tokenizer, None).collect(1)
     assert iteration.rollout.scores.unique().numel() > 4 and not iteration.rollout.mask.all()
     return Sampled(recipe, agent, iteration)
 
@@ -202,17 +206,24 @@ def test_after_a_sync_the_engine_samples_from_the_new_weights(on_a_copy):
     assert_close(after.logprobs[after.mask], after.rollout_logprobs[after.mask], rtol=0, atol=1e-5)
 
 
-def test_the_seed_reaches_the_sampler():
-    recipe = tiny("grpo")
+def test_the_seed_reaches_the_sampler(tmp_path):
+    """One prompt, so that seeds differ in nothing but what is sampled for it."""
+    train, held_out = (
+        ('{"prompt": "3+4=", "answer": "7"}', "train.jsonl"),
+        ('{"prompt": "1+1=", "answer": "2"}', "held_out.jsonl"),
+    )
+    files = "path: {}, held_out_path: {}".format(*(write(tmp_path, *file) for file in (train, held_out)))
+    path = write(tmp_path, f"base: {RECIPES}/grpo.yaml\ntask: {{use: jsonl, {files}}}\n")
+    recipe = load_recipe(path, [part for part in TINY if not part.startswith("task.")])
     agent, tokenizer, _ = build(recipe)
 
-    def sample(seed: int) -> torch.Tensor:
-        return Collector(recipe.model_copy(update={"seed": seed}), agent, tokenizer, None).collect(1).rollout.input_ids
+    def sample(seed: int) -> Rollout:
+        return Collector(recipe.model_copy(update={"seed": seed}), agent, tokenizer, None).collect(1).rollout
 
-    prompt, engine = [recipe.policy.encode(tokenizer, "3+4=")], Collector(recipe, agent, tokenizer, None).engine
-    responses = [respond(engine, tokenizer, prompt, [seed])[0].tokens for seed in (1, 1, 2, 3)]
-    assert responses[0] == responses[1] and len(set(responses)) > 1
-    assert torch.equal(sample(5), sample(5)) and not torch.equal(sample(5), sample(6))
+    one, again, other = sample(5), sample(5), sample(6)
+    assert torch.equal(one.input_ids, again.input_ids)
+    assert torch.equal(one.input_ids[:, : one.prompt_width], other.input_ids[:, : other.prompt_width])
+    assert not torch.equal(one.input_ids, other.input_ids)
 
 
 # --- recipes --------------------------------------------------------------------------------------
@@ -274,17 +285,22 @@ def test_logged_advantages_are_those_trained_on(sampled):
     metrics, samples = sampled.iteration.metrics, sampled.iteration.samples
     assert metrics["advantage/mean"] == pytest.approx(float(seen.mean()), abs=1e-6)
     assert metrics["advantage/std"] == pytest.approx(float(seen.std(correction=0)), rel=1e-5)
-    trained = [
-        float(row[mask].mean()) for b in sampled.minibatches("policy") for row, mask in zip(b.advantages, b.mask, strict=True)
-    ]
-    assert all(min(abs(sample.advantage - mean) for mean in trained) < 1e-6 for sample in samples) and len(samples) == 8
+    trained, width = {}, sampled.iteration.rollout.mask.shape[1]
+    tokenizer = sampled.recipe.policy.tokenizer(alphabet=sampled.recipe.task.alphabet)
+    for batch in sampled.minibatches("policy"):
+        for ids, mask, advantages in zip(batch.input_ids, batch.mask, batch.advantages, strict=True):
+            texts = (ids[:-width], ids[-width:][mask])
+            trained[tuple(tokenizer.decode(x, skip_special_tokens=True) for x in texts)] = float(advantages[mask].mean())
+    assert len(samples) == 8
+    for sample in samples:
+        assert sample.advantage == pytest.approx(trained[sample.prompt, sample.response], abs=1e-5)
 
 
 def test_explained_variance_is_against_the_monte_carlo_return_and_not_what_the_critic_bootstraps_itself(sampled):
-    rollout, credit = sampled.iteration.rollout, sampled.iteration.credit
+    rollout = sampled.iteration.rollout
     returns = rollout.rewards.flip(1).cumsum(1).flip(1)
     logged = sampled.iteration.metrics["critic/explained_variance"]
-    assert logged == pytest.approx(explained_variance(rollout.values, returns, rollout.mask), abs=1e-5)
+    assert logged == pytest.approx(explained_variance(rollout.values, returns, rollout.mask), abs=1e-5) and abs(logged) > 1e-3
     # A critic that says anything at all explains its own one-step target, and none of the return.
     random = make_rollout(64, 40, mask=torch.ones(64, 40, dtype=torch.bool))
     rewards = torch.zeros(64, 40)
@@ -293,4 +309,3 @@ def test_explained_variance_is_against_the_monte_carlo_return_and_not_what_the_c
     own = gated_gae(rewards, values, random.mask, gamma=1.0, lam=0.0, lam_value=0.0)[1]
     whole = gated_gae(rewards, values, random.mask, gamma=1.0, lam=1.0)[1]
     assert explained_variance(values, own, random.mask) > 0.5 > 0 > explained_variance(values, whole, random.mask)
-    assert credit.value_targets is not None
