@@ -13,7 +13,7 @@ from cct.geometry import Geometry, geometries
 from cct.policy import Generation, Policy, engines, policies
 from cct.registry import REGISTRIES, Component, Knobs
 from cct.task import Task, tasks
-from cct.transport import Transport, transports
+from cct.transport import Transport, Wrapper, transports
 
 
 class RecipeError(ValueError):
@@ -148,6 +148,10 @@ class Logging(Knobs):
     rollouts_mb: float = Field(64.0, gt=0, le=1e6)
     """Megabytes that auto gives the rollouts of one run."""
 
+    @property
+    def unread(self) -> dict[str, str]:
+        return {} if self.rollouts == "auto" else {"rollouts_mb": f"rollouts: {self.rollouts} has no limit"}
+
 
 class Recipe(Knobs):
     """A whole training run."""
@@ -232,15 +236,15 @@ class Recipe(Knobs):
                 f"training.responses_per_prompt is {each}",
             )
             for place, part in self.parts.items()
-            if isinstance(part, Transport) and 2 <= each < part.least_responses
+            if isinstance(part, Transport) and not isinstance(part, Wrapper) and 2 <= each < part.least_responses
         ]
-        if self.generation.truncates and self.geometry.correction == "none" and self.geometry.ratio_to == "trainer":
+        if self.generation.truncates and "own" not in self.geometry.engine_ratio | self.transport.engine_ratio:
+            other = ", or geometry.ratio_to to engine" if self.geometry.weighs else ""
             problems.append(
                 (
                     "generation",
                     f"top_p ({self.generation.top_p}) or top_k ({self.generation.top_k}) leaves tokens out, so the trainer's "
-                    "ratios are not of the distribution sampled from; set geometry.correction to truncate or mask, or "
-                    "geometry.ratio_to to engine",
+                    f"ratios are not of the distribution sampled from; set geometry.correction to truncate or mask{other}",
                 )
             )
         if self.training.processes % self.generation.processes_per_engine:
@@ -286,14 +290,15 @@ class Recipe(Knobs):
                     f"'{transport.use}' gives to single tokens; these keep it: {', '.join([*form, *able])}",
                 )
             )
-        if transport.grain == "sequence" and transport.whitens == "token":
-            problems.append(
-                (
-                    "transport",
-                    f"'{transport.use}' gives one number per response and whitens over tokens, where a long response counts as "
-                    "often as it has tokens; whiten over responses, or not at all",
-                )
+        problems += [
+            (
+                place,
+                f"'{part.use}' gives one number per response and whitens over tokens, where a long response counts as often as "
+                "it has tokens; whiten over responses, or not at all",
             )
+            for place, part in self.parts.items()
+            if isinstance(part, Transport) and part.grain == "sequence" and part.whitens == "token"
+        ]
         if geometry.kl_coef and geometry.kl_in_reward:
             problems.append(
                 (
@@ -310,7 +315,19 @@ class Recipe(Knobs):
                     "output to scalar, or use kl_coef, the KL in the loss",
                 )
             )
-        if geometry.correction != "none" and geometry.ratio_to == "engine":
+        if twice := geometry.engine_ratio & transport.engine_ratio:
+            knob = "ratio_to" if geometry.correction == "none" else "correction"
+            whose = "the token's own" if "own" in twice else "that of later tokens"
+            instead = "correction_level to token" if twice == {"later"} and knob == "correction" else "correction to none"
+            problems.append(
+                (
+                    f"geometry.{knob}",
+                    f"'{getattr(geometry, knob)}' weighs by the ratio of trainer to engine, which the advantages of transport "
+                    f"'{transport.use}' hold already ({whose}), and would count twice; set "
+                    + (instead if knob == "correction" else "ratio_to to trainer"),
+                )
+            )
+        if geometry.correction != "none" and geometry.ratio_to == "engine" and geometry.weighs:
             problems.append(
                 (
                     "geometry.correction",

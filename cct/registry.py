@@ -38,7 +38,10 @@ from pydantic_core import PydanticCustomError, core_schema
 
 
 class Knobs(BaseModel):
-    """A frozen set of knobs. The docstring under each is its help, in `cct explain`, the schema and errors."""
+    """A frozen set of knobs. The docstring under each is its help, in `cct explain`, the schema and errors.
+
+    No key is accepted and never read: an unknown one is refused, and so is one that another knob switches off (`unread`).
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
@@ -47,7 +50,7 @@ class Knobs(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _know_every_key(cls, data: Any, handler: ModelWrapValidatorHandler) -> Any:
-        """An unknown key gets a guess, and hides no other problem; true and false are no numbers."""
+        """An unknown key gets a guess, and hides no other problem; true and false are no numbers; what is set is read."""
         if not isinstance(data, dict):
             return handler(data)
         problems: list[Any] = []
@@ -58,6 +61,7 @@ class Knobs(BaseModel):
             elif isinstance(value, bool) and cls.model_fields[key].annotation in (int, float, int | None, float | None):
                 problems.append({"type": _error("number", "input should be a number"), "loc": (key,), "input": value})
         bad = {problem["loc"][0] for problem in problems}
+        read: Any = None
         try:
             read = handler({key: value for key, value in data.items() if str(key) not in bad})
         except ValidationError as error:
@@ -66,9 +70,23 @@ class Knobs(BaseModel):
                 for e in error.errors()
                 if not (e["type"] == "missing" and e["loc"][0] in bad)
             ]
+        unread = {} if read is None else read.unread
+        for knob, why in unread.items():
+            if (found := getattr(read, knob)) != (usual := read.usual(knob)):
+                message = f"nothing would read it: {why}; leave it out, or at its default ({usual!r})"
+                problems.append({"type": _error("unread", message), "loc": (knob,), "input": found})
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
         return read
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """Knobs that nothing reads with the others as they are, and why. One of them that is not at its default is refused."""
+        return {}
+
+    def usual(self, knob: str) -> Any:
+        """What a knob is where nobody sets it."""
+        return type(self).model_fields[knob].get_default(call_default_factory=True)
 
 
 def _error(kind: str, message: str) -> PydanticCustomError:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# Whose ratio of trainer to engine counts at a token: its own, that of the tokens after it.
+Reach = frozenset[Literal["own", "later"]]
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A question, and what is needed to judge an answer."""

@@ -9,14 +9,16 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import annotated_types
 import pytest
+import torch
 from conftest import make_rollout
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 import cct.recipe  # noqa: F401  (registers every axis)
 from cct.conformance import AXES, check
+from cct.critic import Critic
 from cct.registry import REGISTRIES, Component, Knobs
-from cct.rollout import Statistic
-from cct.transport import gates, transports
+from cct.rollout import Statistic, TokenEntropy
+from cct.transport import Gate, Transport, gates, transports
 
 NAN, INF = float("nan"), float("inf")
 
@@ -222,6 +224,98 @@ def test_needs_and_provisions_are_names(axis, name):
     assert path.is_file() and f"class {type(part).__name__}" in "".join(
         path.read_text(encoding="utf-8").splitlines()[line - 1 : line + 1]
     )
+
+
+# --- knobs that another knob switches off ---------------------------------------------------------
+# The choices, and the knobs that nothing reads then, each at another value than its default.
+UNREAD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("critic", {"use": "tac"}, {"bins": 7}),
+    ("critic", {"use": "standard", "output": "scalar"}, {"bins": 7}),
+    ("critic", {"use": "group_mean", "weight": 1.0}, {"leave_one_out": False}),
+    ("gate", {"use": "attention", "half_life": [4, 8]}, {"low": 0.5, "high": 0.99}),
+    ("geometry", {"use": "ppo_clip"}, {"constant": 9.0, "correction_level": "sequence", "correction_bound": 3.0}),
+    ("geometry", {"use": "gspo"}, {"kl_estimator": "k2", "kl_gradient": "k2"}),
+    ("geometry", {"use": "ppo_clip", "kl_in_reward": 0.1}, {"kl_gradient": "k2"}),
+    ("task", {"use": "jsonl", "path": "a", "held_out_path": "b", "template": "{q}"}, {"prompt_field": "q"}),
+    ("transport", {"use": "gigpo", "std": False, "weight": 0.0}, {"eps": 0.1, "gamma": 0.5}),
+    ("transport", {"use": "gpg"}, {"eps": 0.1, "ddof": 0}),
+    ("transport", {"use": "grpo", "std": False}, {"eps": 0.1, "ddof": 0}),
+    ("transport", {"use": "grpo", "std": False, "like": "trl"}, {"eps": 1e-6}),
+    ("transport", {"use": "grpo_pass_at_k"}, {"std": False, "eps": 0.1, "ddof": 0}),
+    ("transport", {"use": "grpo_pass_at_k", "credit": "lead"}, {"k": 2}),
+    ("transport", {"use": "grpo_pass_at_k", "credit": "lead", "std": False}, {"ddof": 0}),
+    ("transport", {"use": "rhythm", "measure": "preplan"}, {"near": 2}),
+    ("transport", {"use": "spo", "values": "critic"}, {"samples": 8}),
+]
+
+
+@pytest.mark.parametrize("axis, choices, unread", UNREAD, ids=lambda x: str(x))
+def test_a_knob_that_nothing_would_read_is_refused_and_at_its_default_is_not(axis, choices, unread):
+    part = read(axis, choices)
+    assert set(unread) <= set(part.unread)
+    for knob, value in unread.items():
+        assert read(axis, {**choices, knob: part.usual(knob)}) == part
+        with pytest.raises(ValidationError, match="nothing would read it") as error:
+            read(axis, {**choices, knob: value})
+        assert [problem["loc"][0] for problem in error.value.errors()] == [knob]
+    assert read(axis, part.model_dump(mode="json")) == part
+
+
+# --- parts around another part of their axis ------------------------------------------------------
+def asking(base: type[Component], **declared: Any) -> Component:
+    """A part that differs from the defaults in whatever a part of its axis declares."""
+    common = {"provides": frozenset({"something"}), "claims": frozenset({"linear"}), "waives": {"gap": "it says so"}}
+    declared = {**common, "needs": frozenset({"anchors"}), **declared}
+    return type(f"Asking{base.__name__}", (base,), {k: property(lambda self, v=v: v) for k, v in declared.items()})()
+
+
+INSIDE = {
+    "transport": asking(
+        Transport,
+        grain="sequence",
+        whitens="sequence",
+        engine_ratio=frozenset({"later"}),
+        statistics={"asked": TokenEntropy()},
+        least_responses=7,
+        branches=3,
+    ),
+    "gate": asking(Gate, statistics={"asked": TokenEntropy()}),
+    "critic": asking(Critic, bounded=True),
+}
+# A wrapper's own: what it claims and provides, which of its knobs are read, and that it sets tokens apart.
+ITS_OWN = {"claims", "provides", "unread", "grain"}
+AROUND = [
+    (axis, name, "of" if "of" in REGISTRIES[axis][name].model_fields else "parts")
+    for axis, name in SHIPPED
+    if {"of", "parts"} & set(REGISTRIES[axis][name].model_fields)
+]
+
+
+@pytest.mark.parametrize("axis, name, knob", AROUND)
+def test_a_part_around_another_asks_for_whatever_that_one_asks_for(axis, name, knob):
+    inner, base = INSIDE[axis], REGISTRIES[axis].base
+    declared = {name for name in dir(base) if isinstance(getattr(base, name), property)} - {*dir(BaseModel)} - ITS_OWN
+    outer = REGISTRIES[axis][name](**{knob: [inner] if knob == "parts" else inner})
+    for what in sorted(declared):
+        if axis == "critic" and what == "waives":
+            continue  # of a critic's head, which an ensemble replaces
+        found, expected = getattr(outer, what), getattr(inner, what)
+        assert expected != getattr(base(), what), f"{what}: the part inside must differ from the default to show anything"
+        if isinstance(expected, frozenset | dict):
+            assert set(expected) <= set(found), what
+        else:
+            assert found == expected, what
+
+
+@pytest.mark.parametrize("name", [name for axis, name, _ in AROUND if axis == "transport"])
+def test_a_transport_around_vineppo_branches_where_vineppo_does(name):
+    outer = read("transport", {"use": name, "of": {"use": "vineppo", "samples": 2, "separator": "7", "whiten": False}})
+    rollout = make_rollout(4, 12, statistics=outer.statistics).replace(branch_values=None)
+    starts = outer.starts(rollout, str)
+    assert outer.branches == 2 and torch.equal(starts, outer.of.starts(rollout, str)) and bool(starts.any())
+    stats = rollout.stats | dict.fromkeys(("entropy", "value_disagreement"), -rollout.logprobs)
+    valued = rollout.replace(starts=starts, branch_values=rollout.values, stats=stats)
+    assert outer(valued).advantages.shape == rollout.mask.shape
 
 
 # --- the conformance suite ------------------------------------------------------------------------

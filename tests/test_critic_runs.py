@@ -8,7 +8,9 @@ from conftest import make_mask, make_rollout
 from test_training import assert_same_tensors, collected, final_state, run, tiny
 from torch.testing import assert_close
 
-from cct.critic.functional import group_mean, prompt_numbers
+from cct.critic.functional import group_mean
+from cct.recipe import RecipeError
+from cct.training.module import CreditModule
 from cct.training.run import read_metrics
 from cct.transport import gated_gae, transports
 
@@ -39,21 +41,30 @@ def test_the_micro_batch_split_changes_no_weight_of_mini_critics(tmp_path):
         assert_close(a[index]["exp_avg"], b[index]["exp_avg"], rtol=1e-4, atol=1e-7)
 
 
-def test_mini_critics_learn_from_different_prompts(tmp_path):
-    """After one pass over one prompt, only the critic it belongs to has moved."""
-    recipe = tiny("gae", "critic={use: mini_critics, of: value_head, count: 2}", "training.prompts_per_iteration=1",
-                  "training.responses_per_prompt=8", "training.critic_warmup=1", "training.iterations=1",
-                  "training.critic_epochs=1", "training.learning_rate=1.0e-9")  # fmt: skip
+def test_the_disagreement_of_mini_critics_masks_advantages():
+    with pytest.raises(RecipeError, match="needs disagreement.*critic: mini_critics"):
+        tiny("gae", "transport=disagreement")
+    _, iteration = collected(
+        tiny("gae", "critic={use: mini_critics, of: value_head}", "transport={use: disagreement, share: 0.4}")
+    )
+    rollout, advantages = iteration.rollout, iteration.credit.advantages
+    deviation, left_out = rollout.stats["value_disagreement"][rollout.mask], advantages[rollout.mask].eq(0)
+    assert 0.3 < left_out.float().mean() < 0.5
+    assert deviation[left_out].max() < deviation[~left_out].min()
+
+
+@pytest.mark.parametrize("split", ["responses", "prompts"])
+def test_mini_critics_learn_from_different_responses_or_prompts(split):
+    """From a minibatch of one prompt both critics learn, each from half of its responses; or only the prompt's own one does."""
+    recipe = tiny("gae", f"critic={{use: mini_critics, of: value_head, count: 2, split: {split}}}",
+                  "training.prompts_per_iteration=1", "training.responses_per_prompt=8")  # fmt: skip
     agent, iteration = collected(recipe)
-    rollout = iteration.rollout
-    left = rollout.prompt_width
-    number = prompt_numbers(rollout.input_ids[:, :left], rollout.attention_mask[:, :left])
-    assert number.unique().numel() == 1
+    module = CreditModule(recipe, agent)
     batch = next(batch for batch in iteration.updates if batch.trace is not None)
-    raw = agent.values(batch.trace, batch.mask.shape[1])[0][:, :-1]
-    agent.critic.head.loss(raw, batch.value_targets + 0.3, prompts=number[: len(raw)]).sum().backward()
+    module._critic_loss(batch).backward()
     learns = [any(p.grad is not None and p.grad.ne(0).any() for p in tower.parameters()) for tower in agent.critic.members]
-    assert learns == [number[0] % 2 == k for k in range(2)]
+    assert sum(learns) == {"responses": 2, "prompts": 1}[split]
+    assert sorted(batch.numbers.tolist()) == list(range(8)) and torch.bincount(batch.numbers % 2).tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("transport", ["gae", "comp_gae"])

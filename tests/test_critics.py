@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from cct.critic import critics
-from cct.critic.functional import group_mean, hl_gauss, prompt_numbers, two_hot
+from cct.critic.functional import group_mean, hl_gauss, prompt_numbers, rank_in_group, two_hot
 from cct.rollout import Trace
 from cct.training.agent import Agent
 
@@ -301,20 +301,25 @@ def test_the_value_is_the_mean_of_the_mini_critics_and_their_deviation_a_statist
 
 
 @pytest.mark.parametrize("name", ["mini_critics", "mini_critics-two_hot"])
-def test_each_mini_critic_learns_from_its_own_prompts_alone(name):
+def test_each_mini_critic_learns_from_the_rows_dealt_to_it_alone(name):
     agent = make_agent(CRITICS[name])
     ids, mask, width = padded(PROMPTS, RESPONSES)
     trace, count = agent(ids, mask, width, with_critic=True).trace, len(agent.critic.members)
-    prompts = torch.tensor([7 * count + 1, 1, 5 * count])  # of critic 1, 1 and 0
+    dealt = torch.tensor([7 * count + 1, 1, 5 * count])  # to critic 1, 1 and 0
     raw = agent.values(trace, width)[0][:, :-1]
     target = torch.full((3, width), 0.3)
-    losses = agent.critic.head.loss(raw, target, prompts=prompts)
+    losses = agent.critic.head.loss(raw, target, dealt=dealt)
     for row, member in enumerate([1, 1, 0]):
         assert_close(losses[row], agent.critic.members[member].head.loss(raw[row, :, member], target[row]))
     losses[:2].sum().backward()
     for number, tower in enumerate(agent.critic.members):
         grads = [parameter.grad for parameter in tower.parameters()]
         assert all(g is None or g.eq(0).all() for g in grads) == (number != 1)
+
+
+def test_responses_to_a_prompt_are_numbered_in_their_order():
+    assert rank_in_group(torch.tensor([5, 2, 5, 5, 2, 9])).tolist() == [0, 0, 1, 2, 1, 0]
+    assert rank_in_group(torch.tensor([3, 3, 3])).tolist() == [0, 1, 2]
 
 
 def test_a_prompt_has_one_number_wherever_it_stands():

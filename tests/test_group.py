@@ -19,9 +19,9 @@ from cct.transport import (
     high_entropy_mask,
     informative_rescale,
     lead_advantage,
-    outcome_trace,
     pass_at_k_advantage,
     token_returns,
+    trace_weights,
     transports,
     whiten,
 )
@@ -216,6 +216,10 @@ MIXED = [1.0, 0.0, 2.0], [0, 0, 1]  # the third is alone
         ("grpo", {"like": "openrlhf"}, CLOSE, [0, 0], [0.707106, -0.707106]),  # .0005 / .000707108
         ("dr_grpo", {}, *MIXED, [0.5, -0.5, 0]),
         ("dr_grpo", {"like": "verl"}, *MIXED, [0.5, -0.5, 2]),
+        # The others' mean and deviation: 0 and 0, which divides nothing; 1/3 and sqrt(1/3), + 1e-6.
+        ("grpo", {"like": "nemo_rl"}, [1.0, 0, 0, 0], [0] * 4, [1, -0.577349, -0.577349, -0.577349]),
+        ("grpo", {"like": "nemo_rl"}, [3.0, 1, 2], [0] * 3, [1.5 / 0.707108, -1.5 / 0.707108, 0]),
+        ("grpo", {"like": "nemo_rl"}, *MIXED, [1, -1, 0]),  # one other has no deviation
         ("dr_grpo", {"like": "trl"}, *MIXED, [0.5, -0.5, 0]),
         ("dr_grpo", {"like": "openrlhf"}, *MIXED, [0.5, -0.5, 0]),
         ("rloo", {}, [1.0, 0, 0, 1, 5, 7], [0, 0, 0, 0, 1, 1], [2 / 3, -2 / 3, -2 / 3, 2 / 3, -2, 2]),
@@ -329,7 +333,39 @@ def test_grpo_lambda_by_hand():
     mask, groups = make_mask("1110", "1011"), torch.zeros(2, dtype=torch.long)
     rollout = make_rollout(mask=mask, rewards=T([0, 0, 1, NAN], [0, NAN, 0, 0]), groups=groups)
     got = transports["grpo_lambda"](lam=0.5, std=False)(rollout).advantages
-    assert_close(got, T([0.125, 0.25, 0.5, 0], [-0.125, 0, -0.25, -0.5]))  # a gap costs nothing
+    assert_close(got, T([0.875, 0.75, 0.5, 0], [-0.875, 0, -0.75, -0.5]))  # 1 + 1/2 + 1/4, 1 + 1/2, 1; a gap costs nothing
+    both = transports["grpo_lambda"](lam=0.5, std=False, trace="both", floor=-0.1)(rollout).advantages
+    assert_close(both, T([1.5, 0.75, 0.5, 0], [-0.3, 0, -0.15, -0.1]))  # 1 + 1 + 1 at the first token
+    outcome = transports["grpo_lambda"](lam=0.5, std=False, trace="outcome")(rollout).advantages
+    assert_close(outcome, T([0.125, 0.25, 0.5, 0], [-0.125, 0, -0.25, -0.5]))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3, 0.9, 1.0])
+def test_trace_weights_equal_their_definition_as_a_loop(decay):
+    mask = make_mask("1110111", "1000000", "0000000", "1011010")
+    for kind, share in {
+        "recent": lambda t, u, n: decay ** (u - t),
+        "both": lambda t, u, n: max(decay ** (u - t), decay**t),
+        "outcome": lambda t, u, n: decay ** (u - t) if u == n - 1 else 0.0,
+    }.items():
+        got = trace_weights(mask, decay, kind)
+        for row, n in enumerate(mask.sum(1).tolist()):
+            expected = [sum(share(t, u, n) for u in range(t, n)) for t in range(n)]
+            assert_close(got[row][mask[row]], torch.tensor(expected, dtype=torch.float64), atol=1e-12, rtol=1e-12)
+        assert got[~mask].eq(0).all()
+    with pytest.raises(ValueError, match="kind must be"):
+        trace_weights(mask, decay, "late")
+
+
+def test_a_trace_inside_the_ratio_has_these_weights_for_its_gradient_on_policy():
+    """GRPO-lambda's objective, sum over t of A exp(sum over s <= t of lam^(t - s) log ratio_s), at ratio 1."""
+    logprobs = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    old, lag = logprobs.detach(), torch.arange(6).unsqueeze(1) - torch.arange(6)
+    recent = torch.where(lag >= 0, 0.8 ** lag.clamp(min=0).double(), 0.0)
+    both = torch.where(lag >= 0, torch.maximum(recent, 0.8 ** torch.arange(6).double()), 0.0)
+    for kind, weights in {"recent": recent, "both": both}.items():
+        (slope,) = torch.autograd.grad((weights @ (logprobs - old)).exp().sum(), logprobs)
+        assert_close(slope, trace_weights(torch.ones(1, 6, dtype=torch.bool), 0.8, kind)[0])
 
 
 def test_gtpo_by_hand():
@@ -456,7 +492,9 @@ def test_some_are_others_in_a_special_case(seed):
     same(t["gpg"](rescale="none")(rollout), t["dr_grpo"]()(rollout))
     same(t["gpg"]()(rollout), t["dr_grpo"]()(rollout))  # every group teaches
     same(t["gpg"](std=True)(rollout), t["grpo"]()(rollout))
-    same(t["grpo_lambda"](lam=1.0)(rollout), t["grpo"]()(rollout))
+    same(t["grpo_lambda"](lam=0.0)(rollout), t["grpo"]()(rollout))
+    same(t["grpo_lambda"](lam=1.0, trace="outcome")(rollout), t["grpo"]()(rollout))
+    same(t["grpo"](leave_one_out=True, std=False)(rollout), t["rloo"]()(rollout))
     same(t["grpo_pass_at_k"](k=1)(rollout), t["grpo"](ddof=0, eps=1e-12)(rollout))
     same(t["high_entropy"](fraction=1.0)(rollout), t["grpo"]()(rollout))
     leave_one_out = t["dr_grpo"]()(rollout).advantages * 4 / 3
@@ -492,11 +530,11 @@ def test_token_returns_by_hand(gap):
     assert_close(token_returns(rewards, mask, gamma=0.5, gap=gap), T([first, 0, 2, 4]))
 
 
-def test_outcome_trace_is_the_return_of_a_reward_at_the_last_token():
-    rollout = make_rollout(6, 9)
-    outcome = torch.randn(6)
-    at_end = outcome.unsqueeze(1) * (rollout.mask & (rollout.mask.cumsum(1) == rollout.mask.sum(1, keepdim=True)))
-    assert_close(outcome_trace(outcome, rollout.mask, 0.9), token_returns(at_end, rollout.mask, gamma=0.9))
+def test_traces_are_returns_of_rewards_at_the_last_token_and_at_every_token():
+    mask = make_rollout(6, 9).mask
+    at_end = (mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))).double()
+    assert_close(trace_weights(mask, 0.9, "outcome"), token_returns(at_end, mask, gamma=0.9))
+    assert_close(trace_weights(mask, 0.9, "recent"), token_returns(mask.double(), mask, gamma=0.9))
 
 
 # --- invariances ----------------------------------------------------------------------------------
@@ -588,6 +626,6 @@ def test_a_preset_is_its_knobs(name):
 def test_a_knob_that_contradicts_the_framework_is_refused():
     with pytest.raises(ValidationError, match=r"`like: trl` means eps: 0.0001, and eps is 0.001; leave out one of the two"):
         transports["grpo"](like="trl", eps=1e-3)
-    with pytest.raises(ValidationError, match="'verl', 'trl' or 'openrlhf'"):
+    with pytest.raises(ValidationError, match="'verl', 'trl', 'openrlhf' or 'nemo_rl'"):
         transports["grpo"](like="vrel")
     assert transports["grpo"](like="trl", std=False).std is False  # what the framework leaves open stays open

@@ -50,6 +50,33 @@ def test_a_ratio_to_the_engine_takes_no_correction(tmp_path):
         assert load_recipe(over(tmp_path, f"generation: {{top_p: 0.9}}\ngeometry: {{{knobs}}}"))
 
 
+@pytest.mark.parametrize("transport", ["vtrace", "{use: rhythm, of: vtrace}"])
+def test_vtrace_holds_the_token_s_own_ratio_so_that_nothing_else_may_weigh_by_it(tmp_path, transport):
+    for knobs in ("correction: truncate", "correction: mask, correction_level: sequence"):
+        found = the_problem(over(tmp_path, f"transport: {transport}\ngeometry: {{{knobs}}}"))
+        assert "geometry.correction" in found and "would count twice" in found and "set correction to none" in found
+    found = the_problem(over(tmp_path, f"transport: {transport}\ngeometry: {{ratio_to: engine}}"))
+    assert "geometry.ratio_to" in found and "would count twice" in found and "set ratio_to to trainer" in found
+    assert load_recipe(over(tmp_path, f"transport: {transport}\ngeneration: {{top_p: 0.9}}"))  # it is the correction
+
+
+def test_retrace_holds_the_ratios_of_later_tokens_so_that_only_the_token_s_own_may_come_in(tmp_path):
+    for knobs in ("correction: truncate", "ratio_to: engine", "use: topr, level: token, ratio_to: engine"):
+        assert load_recipe(over(tmp_path, f"transport: retrace\ngeometry: {{{knobs}}}\ngeneration: {{top_p: 0.9}}"))
+    found = the_problem(over(tmp_path, "transport: retrace\ngeometry: {correction: mask, correction_level: sequence}"))
+    assert "later tokens" in found and "would count twice" in found and "set correction_level to token" in found
+    for use in ("topr", "gspo_token"):
+        found = the_problem(over(tmp_path, f"transport: retrace\ngeometry: {{use: {use}, ratio_to: engine}}"))
+        assert "later tokens" in found and "set ratio_to to trainer" in found
+
+
+def test_a_loss_without_a_ratio_is_not_corrected_by_what_the_ratio_is_to(tmp_path):
+    text = "generation: {top_p: 0.9}\ngeometry: {use: policy_gradient, ratio_to: engine"
+    found = the_problem(over(tmp_path, f"{text}}}"))
+    assert "leaves tokens out" in found and "correction" in found and "ratio_to" not in found
+    assert load_recipe(over(tmp_path, f"{text}, correction: truncate}}"))
+
+
 def test_whitening_over_tokens_of_one_number_per_response_is_refused(tmp_path):
     @transports.register("pairing_whitened")
     class WhitenedScores(Transport):
@@ -68,6 +95,8 @@ def test_whitening_over_tokens_of_one_number_per_response_is_refused(tmp_path):
 
     found = the_problem(over(tmp_path, "transport: pairing_whitened", NO_CRITIC))
     assert "pairing_whitened" in found and "whiten over responses" in found
+    found = the_problem(over(tmp_path, "transport: {use: high_entropy, of: pairing_whitened}", NO_CRITIC))
+    assert "transport.of" in found and "whiten over responses" in found
 
 
 def test_the_kl_in_rewards_takes_returns_out_of_a_bounded_critic_s_reach(tmp_path):

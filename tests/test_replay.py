@@ -69,7 +69,7 @@ def test_never_always_and_the_limit(tmp_path):
     kept = list(stored(tmp_path))
     assert kept == list(range(1, len(kept) + 1)) and 1 <= len(kept) < 4
     assert sum(path.stat().st_size for path in stored(tmp_path).values()) <= 7000
-    store(rollout, tmp_path, 5, Logging(rollouts="always", **kilobyte))
+    store(rollout, tmp_path, 5, Logging(**kilobyte).model_copy(update={"rollouts": "always"}))
     assert list(stored(tmp_path)) == [*kept, 5]
     drop_after(tmp_path, kept[-1])  # what was left out is made again, and may be kept under another limit
     store(rollout, tmp_path, kept[-1] + 1, Logging())

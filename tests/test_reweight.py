@@ -131,6 +131,23 @@ def test_rhythm_asks_for_what_it_and_its_transport_need():
     assert around(rollout).gate is not None
 
 
+def test_disagreement_leaves_out_the_tokens_that_critics_agree_on_most():
+    """Of ten tokens the two of least deviation, over the whole batch; what stands in the padding is none."""
+    mask = make_mask("11111", "11110", "10000")
+    deviation = T([5, 1, 6, 7, 8], [2, 9, 3, 4, 0], [10, 0, 0, 0, NAN])
+    rollout = make_rollout(mask=mask, stats={"value_disagreement": deviation})
+    plain, got = (
+        transports["gae"](lam=0.9)(rollout),
+        transports["disagreement"].model_validate({"of": {"use": "gae", "lam": 0.9}})(rollout),
+    )
+    left_out = mask & (deviation <= 2)
+    assert left_out.sum() == 2 and plain.advantages[left_out].ne(0).all()
+    assert torch.equal(got.advantages, plain.advantages.masked_fill(left_out, 0.0))
+    assert torch.equal(got.value_targets, plain.value_targets)
+    whole = transports["disagreement"](share=0.0)(rollout)
+    assert torch.equal(whole.advantages, transports["gae"]()(rollout).advantages)
+
+
 def test_a_window_that_is_none_is_refused():
     with pytest.raises(ValidationError, match="near"):
         transports["rhythm"](near=9, far=8)

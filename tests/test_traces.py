@@ -9,6 +9,7 @@ import torch
 from conftest import make_mask, make_rollout
 from torch.testing import assert_close
 from torchrl.objectives.value.functional import (
+    generalized_advantage_estimate,
     td0_return_estimate,
     td1_return_estimate,
     td_lambda_return_estimate,
@@ -61,7 +62,19 @@ class Batch:
         return gated_gae(self.rewards, self.values, self.mask, gamma=gamma, lam=lam, lam_value=lam, bootstrap=self.bootstrap)
 
 
-# --- torchrl --------------------------------------------------------------------------------------
+# --- torchrl; rlax is in test_rlax ----------------------------------------------------------------
+@each_dtype
+@pytest.mark.parametrize("per_token_lam", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_gae_equals_torchrl(seed, per_token_lam, dtype):
+    batch = Batch(seed, dtype)
+    lam = batch.lam if per_token_lam else 0.95
+    knobs = (batch.stream(batch.gamma), batch.stream(lam) if per_token_lam else lam, batch.stream(batch.values))
+    expected = batch.theirs(generalized_advantage_estimate, *knobs)
+    for ours, theirs in zip(batch.ours(batch.gamma, lam), expected, strict=True):
+        assert_close(batch.stream(ours), theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 @each_dtype
 @pytest.mark.parametrize("seed", range(3))
 def test_td0_equals_torchrl(seed, dtype):

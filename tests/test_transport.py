@@ -1,4 +1,4 @@
-"""Transport against hand-computed numbers, a definition written as a loop, torchrl, and its own invariances."""
+"""Transport against hand-computed numbers, a definition written as a loop, and its own invariances."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from conftest import make_mask, make_rollout
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
-from torchrl.objectives.value.functional import generalized_advantage_estimate
 
 from cct.transport import explained_variance, gated_gae, group_advantage, scan, transports, whiten
 
@@ -165,49 +164,6 @@ def test_equals_the_definition_for_any_mask(seed, rows, length, gap, lam_value):
     got = gated_gae(rewards, values, mask, gamma=0.9, lam=0.8, lam_value=lam_value, bootstrap=bootstrap, gap=gap)
     want = reference(rewards, values, mask, whole(0.9), whole(0.8), whole(lam_value), bootstrap, gap)
     assert_close(got, want, atol=1e-12, rtol=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("per_token_lam", [False, True])
-def test_equals_torchrl(seed, per_token_lam):
-    """The responses in one stream of torchrl's: `done` at their ends, `terminated` where they ended by themselves."""
-    rewards, values, _, gamma, lam, _, after = draw(seed, 5, 40, torch.float64)
-    lengths = torch.tensor([40, 1, 17, 40, 2]) - seed % 2 * torch.tensor([7, 0, 3, 0, 1])
-    mask = torch.arange(40) < lengths.unsqueeze(1)
-    truncated = torch.tensor([True, False, True, False, True])
-    bootstrap = after * truncated
-    lam = lam if per_token_lam else 0.95
-    got = gated_gae(rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap)[0]
-
-    is_last = torch.arange(40) == lengths.unsqueeze(1) - 1
-    next_values = torch.where(
-        is_last, after.unsqueeze(1), torch.cat([values[:, 1:], torch.zeros(5, 1)], 1)
-    )  # not 0 where terminated
-
-    def stream(x):
-        return x[mask].view(1, -1, 1)
-
-    expected, _ = generalized_advantage_estimate(
-        stream(gamma),
-        stream(lam) if per_token_lam else lam,
-        stream(values),
-        stream(next_values),
-        stream(rewards),
-        done=stream(is_last),
-        terminated=stream(is_last & ~truncated.unsqueeze(1)),
-    )
-    assert_close(stream(got), expected)
-    one = gated_gae(rewards, values, mask, gamma=gamma, lam=1.0, bootstrap=bootstrap)[1]
-    targets = generalized_advantage_estimate(
-        stream(gamma),
-        1.0,
-        stream(values),
-        stream(next_values),
-        stream(rewards),
-        done=stream(is_last),
-        terminated=stream(is_last & ~truncated.unsqueeze(1)),
-    )[1]
-    assert_close(stream(one), targets)
 
 
 # --- scan -----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from .base import Broken, hypothesis
 
 PROMPT = 3  # prompt positions of a case
 NOISE = (float("nan"), float("inf"), -3.0)
+ALWAYS = ("entropy", "value_disagreement")  # statistics that parts may read without asking for them
 
 # A tensor may hold so many times more numbers at four times the length: four, and what does not grow is small change.
 GROWTH = 5.0
@@ -102,8 +103,8 @@ def fill(
         values=draw(rows, width),
         bootstrap=draw(rows) * truncated,
         reference_logprobs=-draw(rows, width),
-        stats={name: draw(rows, width) for name in (*statistics, "entropy")},
-        moments={} if first else {name: (0.5, 0.3) for name in (*statistics, "entropy")},
+        stats={name: draw(rows, width) for name in (*statistics, *ALWAYS)},
+        moments={} if first else {name: (0.5, 0.3) for name in (*statistics, *ALWAYS)},
         seed=seed,
         **{name: x for name, x in further.items() if name in there},  # type: ignore[arg-type]
     )

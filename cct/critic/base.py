@@ -55,6 +55,10 @@ class SingleCritic(Critic):
     sampled, unless it went the wrong way (PPO2's value clipping); null for none. It slows a critic that should hurry."""
 
     @property
+    def unread(self) -> dict[str, str]:
+        return {} if self.output in ("hl_gauss", "two_hot") else {"bins": f"output: {self.output} has none"}
+
+    @property
     def bounded(self) -> bool:
         return self.output != "scalar"
 

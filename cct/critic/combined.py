@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -20,17 +20,21 @@ if TYPE_CHECKING:
 
 @critics.register("mini_critics")
 class MiniCritics(Critic):
-    """Small critics, each taught on prompts of its own; the value is their mean (AsyPPO, Liu et al. 2025).
+    """Small critics, each taught on responses of its own; the value is their mean (AsyPPO, Liu et al. 2025).
 
-    A prompt belongs to one of them by its tokens, so it stays there when it comes again. How far they disagree, their
-    standard deviation, is `value_disagreement` among the rollout's statistics. Each learns from 1 / `count` of the
-    responses only, and with few prompts a minibatch some may learn nothing.
+    How far they disagree, their standard deviation, is `value_disagreement` among the rollout's statistics, by which the
+    transport `disagreement` masks advantages. Each learns from 1 / `count` of the responses only.
+    Source: arXiv 2510.01656, its text by its abstract and public summaries. Its other use of the disagreement, leaving
+    states out of an entropy bonus, is absent as there is no such bonus.
     """
 
     of: Annotated[Critic, critics] = TAC(width=32, depth=1)
     """What each of them is."""
     count: int = Field(2, ge=2, le=64)
     """How many."""
+    split: Literal["responses", "prompts"] = "responses"
+    """responses: those to each prompt are dealt out evenly, so that every critic knows every prompt (the source). prompts: a
+    prompt belongs to one critic by its tokens, and stays there when it comes again; with few prompts some learn nothing."""
 
     @model_validator(mode="after")
     def _of_single_ones(self) -> MiniCritics:
@@ -53,7 +57,7 @@ class MiniCritics(Critic):
     def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> Tower:
         from .towers import EnsembleTower
 
-        return EnsembleTower([self.of.build(actor, bounds) for _ in range(self.count)])
+        return EnsembleTower([self.of.build(actor, bounds) for _ in range(self.count)], self.split)
 
 
 @critics.register("group_mean")
@@ -77,6 +81,10 @@ class GroupMean(Critic):
         if isinstance(self.of, GroupMean):
             raise ValueError("a group_mean of a group_mean is one with the product of their weights")
         return self
+
+    @property
+    def unread(self) -> dict[str, str]:
+        return {"leave_one_out": "with weight: 1 the group's mean does not count"} if self.weight == 1 else {}
 
     @property
     def needs(self) -> frozenset[str]:

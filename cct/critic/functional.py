@@ -57,6 +57,16 @@ def group_mean(x: Tensor, groups: Tensor, valid: Tensor, *, leave_one_out: bool 
     return torch.where(count > 0, total / count.clamp(min=1), 0.0), count > 0
 
 
+def rank_in_group(groups: Tensor) -> Tensor:
+    """Number of each row [B] among those of its group, 0, 1, ... in their order. groups: [B] int."""
+    index = torch.unique(groups, return_inverse=True)[1]
+    count = torch.bincount(index)
+    order = index.argsort(stable=True)
+    rank = torch.empty_like(index)
+    rank[order] = torch.arange(len(index), device=index.device) - (count.cumsum(0) - count)[index[order]]
+    return rank
+
+
 def prompt_numbers(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """A number per prompt [B] from left-padded tokens [B, P]: the same wherever and whenever the prompt comes."""
     modulus = 2**31 - 1

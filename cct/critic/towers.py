@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ class Head:
     """
 
     outputs = 1
+    split: Literal["responses", "prompts"] = "responses"  # what an ensemble deals out among its critics
 
     def __init__(self, value_clip: float | None = None):
         self.clip = value_clip
@@ -40,12 +41,12 @@ class Head:
         """What a value held back costs; no gradient."""
         return 0.5 * (value - target).square()
 
-    def loss(self, raw: Tensor, target: Tensor, old: Tensor | None = None, prompts: Tensor | None = None) -> Tensor:
+    def loss(self, raw: Tensor, target: Tensor, old: Tensor | None = None, dealt: Tensor | None = None) -> Tensor:
         """Loss [...] against targets [...].
 
         old: values [...] when the responses were sampled. With a clip c it is the larger one of the loss and
         that of old + clip(V - old, -c, c), as PPO2 has it (Dhariwal et al. 2017), so no gradient where the latter is.
-        prompts: number of each row's prompt [B], for an ensemble to divide.
+        dealt: a number for each row [B], by which an ensemble deals rows out.
         """
         loss = self.fit(raw, target)
         if self.clip is None or old is None:
@@ -108,9 +109,9 @@ class BinnedHead(BoundedHead):
 class EnsembleHead(Head):
     """Several critics of one kind, stacked in dimension 2 of raw outputs. The value is their mean."""
 
-    def __init__(self, one: Head, count: int):
+    def __init__(self, one: Head, count: int, split: Literal["responses", "prompts"] = "responses"):
         super().__init__(one.clip)
-        self.one, self.count = one, count
+        self.one, self.count, self.split = one, count, split
 
     def members(self, raw: Tensor) -> Tensor:
         return self.one.value(raw)
@@ -121,12 +122,12 @@ class EnsembleHead(Head):
     def statistics(self, raw: Tensor) -> dict[str, Tensor]:
         return {"value_disagreement": self.members(raw).std(2, correction=0)}
 
-    def loss(self, raw: Tensor, target: Tensor, old: Tensor | None = None, prompts: Tensor | None = None) -> Tensor:
-        """Of each row, the loss of the critic that its prompt belongs to; of all, on average, where no prompts are given."""
+    def loss(self, raw: Tensor, target: Tensor, old: Tensor | None = None, dealt: Tensor | None = None) -> Tensor:
+        """Of each row, the loss of the critic it is dealt to; of all critics, on average, where no numbers are given."""
         each = self.one.loss(raw, target.unsqueeze(2).expand(*target.shape, self.count), old)
-        if prompts is None:
+        if dealt is None:
             return each.mean(2)
-        return each.gather(2, (prompts % self.count).view(-1, 1, 1).expand(*target.shape, 1)).squeeze(2)
+        return each.gather(2, (dealt % self.count).view(-1, 1, 1).expand(*target.shape, 1)).squeeze(2)
 
 
 def make_head(output: str, bounds: tuple[float, float], *, bins: int = 51, value_clip: float | None = None) -> Head:
@@ -162,8 +163,8 @@ class Tower(nn.Module):
 class EnsembleTower(Tower):
     """Several critics side by side."""
 
-    def __init__(self, members: Sequence[Tower]):
-        super().__init__(EnsembleHead(members[0].head, len(members)))
+    def __init__(self, members: Sequence[Tower], split: Literal["responses", "prompts"] = "responses"):
+        super().__init__(EnsembleHead(members[0].head, len(members), split))
         self.members = nn.ModuleList(members)
         together = lambda name: tuple(sorted({layer for tower in members for layer in getattr(tower, name)}))  # noqa: E731
         self.reads_hidden, self.reads_attention = together("reads_hidden"), together("reads_attention")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from cct.registry import Component, Registry
+from cct.rollout import Reach
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,8 +52,33 @@ class Geometry(Component):
     as well for k1 and k3 (DeepSeek-V3.2)."""
 
     @property
+    def unread(self) -> dict[str, str]:
+        idle = {}
+        if self.aggregation != "sequence_sum_over_constant":
+            idle["constant"] = f"aggregation: {self.aggregation} does not divide by it"
+        if self.correction == "none":
+            idle |= dict.fromkeys(("correction_level", "correction_bound"), "correction is none")
+        if not self.kl_coef:
+            idle["kl_gradient"] = "kl_coef is 0, so that there is no KL in the loss"
+            if not self.kl_in_reward:
+                idle["kl_estimator"] = "kl_coef and kl_in_reward are 0, so that there is no KL"
+        return idle
+
+    @property
     def needs(self) -> frozenset[str]:
         return frozenset({"reference"}) if self.kl_coef or self.kl_in_reward else frozenset()
+
+    @property
+    def weighs(self) -> Reach:
+        """Whose ratio to the old policy weighs a token's loss: its own; where it is the response's, later tokens' too."""
+        return frozenset({"own"})
+
+    @property
+    def engine_ratio(self) -> Reach:
+        """Whose ratio of trainer to engine weighs a token's loss."""
+        if self.correction == "none":
+            return self.weighs if self.ratio_to == "engine" else frozenset()
+        return frozenset({"own", "later"}) if self.correction_level == "sequence" else frozenset({"own"})
 
     def surrogate(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None

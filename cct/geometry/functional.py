@@ -171,8 +171,8 @@ def sapo_loss(
 
     The gradient is -rho A 4 p (1 - p) with p = sigmoid(tau (rho - 1)): that of the policy gradient at rho = 1,
     fading on both sides. Arguments, returns and masks as `ppo_clip_loss`; `clip_fraction` is 0.
-    Source: SAPO, Gao et al. 2025. Pitfall: the value is -2 A / tau at rho = 1, not -A; a good token that
-    became rarer is pulled back less than by PPO.
+    Source: SAPO, Gao et al. 2025, arXiv 2511.20347, whose mean is over responses of means over tokens.
+    Pitfall: the value is -2 A / tau at rho = 1, not -A; a good token that became rarer is pulled back less than by PPO.
     """
     log_ratio, ratio = _ratio(logprobs, old_logprobs, mask)
     advantages = _at(mask, advantages)
@@ -219,7 +219,8 @@ def dppo_loss(
     With old and new probability q and p of the sampled token, D = |p - q| (tv) or
     q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (kl): lower bounds of the divergences over the vocabulary.
     M = 0 where D > bound and p > q, A > 0 or p < q, A < 0. Arguments, returns and masks as `ppo_clip_loss`;
-    `clip_fraction` is the share of M = 0. Source: DPPO, Qi et al. 2026 (its binary approximations).
+    `clip_fraction` is the share of M = 0. Source: DPPO, Qi et al. 2026, arXiv 2602.04879 (its binary approximations); bounds
+    0.15 (tv) and 0.05 (kl) are those of its authors' runs in verl, 20 for the ratio is verl's default.
     Pitfall: the bound is of probabilities, so PPO's 0.2 is another size; rare tokens may change a hundredfold.
     """
     log_ratio, ratio = _ratio(logprobs, old_logprobs, mask)

@@ -6,17 +6,28 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
+from cct.rollout import Reach
+
 from .base import Aggregation, Geometry, Grain, geometries
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _GSPO(Geometry):
-    """What GSPO and its token variant share."""
+class _OfResponses(Geometry):
+    """One ratio for a whole response."""
 
     aggregation: Aggregation = "sequence_mean"
     """The source weighs responses equally, `sequence_mean`; `token_mean` weighs them by length."""
+
+    @property
+    def weighs(self) -> Reach:
+        return frozenset({"own", "later"})
+
+
+class _GSPO(_OfResponses):
+    """What GSPO and its token variant share."""
+
     clip_low: float = Field(3e-4, ge=0, le=1)
     """The ratio counts no lower than 1 - clip_low where the advantage is negative. PPO's 0.2 would never clip."""
     clip_high: float = Field(4e-4, ge=0, le=10)
@@ -51,14 +62,12 @@ class GSPOToken(_GSPO):
 
 
 @geometries.register("gmpo")
-class GMPO(Geometry):
+class GMPO(_OfResponses):
     """Geometric mean of ratios that are clipped token by token (Zhao et al. 2025); averages advantages over the response."""
 
     grain: ClassVar[Grain] = "sequence"
     token_form: ClassVar[str] = "gspo_token"
 
-    aggregation: Aggregation = "sequence_mean"
-    """The source weighs responses equally, `sequence_mean`; `token_mean` weighs them by length."""
     clip_low: float = Field(0.4, ge=0, le=20)
     """Where the advantage is negative, a token's log-ratio counts no lower than minus this. Of the logarithm, unlike PPO's."""
     clip_high: float = Field(0.4, ge=0, le=20)

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from .base import Geometry, geometries
+from cct.rollout import Reach
+
+from .base import Aggregation, Geometry, geometries
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +21,10 @@ class PolicyGradient(Geometry):
     Right for responses of the present policy only: with several minibatches or epochs an iteration nothing accounts for
     how far the policy has moved. `ratio_to` changes its metrics alone.
     """
+
+    @property
+    def weighs(self) -> Reach:
+        return frozenset()
 
     def surrogate(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
@@ -49,6 +55,9 @@ class CISPO(Geometry):
 class SAPO(Geometry):
     """A sigmoid of the ratio in place of clipping (Gao et al. 2025)."""
 
+    aggregation: Aggregation = "sequence_mean"
+    """The source weighs responses equally, `sequence_mean`; `token_mean` weighs them by length."""
+
     tau_positive: float = Field(1.0, gt=0, le=100)
     """Steepness where the advantage is positive: the greater, the sooner a token that has moved stops to count."""
     tau_negative: float = Field(1.05, gt=0, le=100)
@@ -72,6 +81,10 @@ class TOPR(Geometry):
     """Whose ratio weighs a bad token: the whole response's, as the source has it, or the token's own."""
     bound: float = Field(1.0, gt=0, le=100)
     """Greatest weight of a token with a negative advantage."""
+
+    @property
+    def weighs(self) -> Reach:
+        return frozenset({"own", "later"}) if self.level == "sequence" else frozenset({"own"})
 
     def surrogate(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None

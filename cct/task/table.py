@@ -32,6 +32,10 @@ class Table(Task):
     on_overlap: Literal["fail", "drop"] = "fail"
     """Where training problems are evaluation problems too: refuse, or leave them out of training."""
 
+    @property
+    def unread(self) -> dict[str, str]:
+        return {} if self.template is None else {"prompt_field": "template makes the prompt"}
+
     @field_validator("template")
     @classmethod
     def _names_fields(cls, template: str | None) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cct.critic.functional import rank_in_group
 from cct.geometry.functional import aggregation_weights, correction_weights, kl_estimate
 from cct.policy.sampling import Engine, EngineError
 from cct.recipe import Recipe
@@ -39,6 +40,7 @@ class Minibatch:
     input_ids: Tensor  # [B, S]
     attention_mask: Tensor  # [B, S]
     mask: Tensor  # [B, T]
+    numbers: Tensor  # [B] of each response among those to its prompt in this iteration
     loss_weights: Tensor  # [B, T] of the policy's loss, by the geometry's aggregation and correction
     token_weights: Tensor  # [B, T] 1 / tokens of the minibatch: of the critic's loss and of metrics
     advantages: Tensor  # [B, T]
@@ -299,6 +301,7 @@ class Collector:
         minibatches = zip(*(x.split(training.minibatch_size) for x in (old, credit.advantages, rollout.mask)), strict=True)
         chosen = [geometry.mark(o, a, m, derive_seed(seed, "mark", number)) for number, (o, a, m) in enumerate(minibatches)]
         marked = torch.cat([part for part in chosen if part is not None]) if None not in chosen else None
+        numbers = rank_in_group(rollout.groups)
 
         def micro(index: int, trace: Trace | None) -> Minibatch:
             rows = mine[index]
@@ -311,6 +314,7 @@ class Collector:
                 rollout.input_ids[rows, columns],
                 rollout.attention_mask[rows, columns],
                 take(rollout.mask),
+                numbers[rows],
                 take(loss_weights),
                 take(token_weights),
                 take(credit.advantages),

@@ -116,8 +116,7 @@ class CreditModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         training = self.recipe.training
         self.parameters_of = {name: [p for p in part.parameters() if p.requires_grad] for name, part in self._parts.items()}
-        rates = {"actor": training.learning_rate, "critic": training.critic_learning_rate}
-        groups = [{"params": params, "lr": rates[name], "name": name} for name, params in self.parameters_of.items()]
+        groups = [{"params": params, "lr": self._rate(name), "name": name} for name, params in self.parameters_of.items()]
         optimizer = PassAdamW(groups, weight_decay=training.weight_decay)
 
         def actor(epoch: int) -> float:
@@ -129,6 +128,19 @@ class CreditModule(LightningModule):
 
         paces = [actor, lambda epoch: 1.0][: len(groups)]
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, paces)}
+
+    def _rate(self, name: str) -> float:
+        return {"actor": self.recipe.training.learning_rate, "critic": self.recipe.training.critic_learning_rate}[name]
+
+    def on_train_start(self) -> None:
+        """A checkpoint brings rates and decay of the recipe it was taken under; those of this one count."""
+        schedule = self.lr_schedulers()
+        assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
+        groups = self.optimizers().param_groups  # type: ignore[union-attr]
+        schedule.base_lrs = [self._rate(group["name"]) for group in groups]
+        for group, rate, pace in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["lr"], group["initial_lr"] = rate * pace(schedule.last_epoch), rate
+            group["weight_decay"] = self.recipe.training.weight_decay
 
     def on_train_epoch_start(self) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -167,9 +179,11 @@ class CreditModule(LightningModule):
         raw = self.agent.values(batch.trace, width)[0][:, :-1]
         raw = raw.masked_fill(~mask.view(*mask.shape, *[1] * (raw.dim() - 2)), 0.0)
         old = batch.trace.values[:, :-1] if batch.trace.values is not None else None
-        prompts = prompt_numbers(batch.input_ids[:, :-width], batch.attention_mask[:, :-width])
+        dealt = prompt_numbers(batch.input_ids[:, :-width], batch.attention_mask[:, :-width])
+        if self.agent.critic.head.split == "responses":  # not always the same critic first, as they may not divide evenly
+            dealt = dealt + batch.numbers
         targets = batch.value_targets.masked_fill(~mask, 0.0)
-        per_token = self.agent.critic.head.loss(raw, targets, old, prompts).masked_fill(~mask, 0.0)
+        per_token = self.agent.critic.head.loss(raw, targets, old, dealt).masked_fill(~mask, 0.0)
         loss = (batch.token_weights * per_token).sum()
         self._finite(loss, f"critic '{self.recipe.critic.use}' (loss)")
         self._count(**{"critic/loss": loss.detach(), "critic/batches": torch.ones(())})

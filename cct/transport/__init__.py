@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import entropy, gae, gate, group, reweight, segments, traces, turns  # noqa: F401  (registration)
-from .base import Gate, Transport, gates, transports
+from .base import Gate, Transport, Wrapper, gates, transports
 
 if TYPE_CHECKING:
     from .functional import (
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
         informative_rescale,
         lead_advantage,
         length_adaptive_lambda,
-        outcome_trace,
         pass_at_k_advantage,
         retrace,
         scan,
         segment_advantage,
         token_returns,
+        trace_weights,
         vtrace,
         whiten,
     )
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Gate",
     "Transport",
+    "Wrapper",
     "bi_level_gae",
     "entropy_weighted_advantage",
     "explained_variance",
@@ -49,12 +50,12 @@ __all__ = [
     "informative_rescale",
     "lead_advantage",
     "length_adaptive_lambda",
-    "outcome_trace",
     "pass_at_k_advantage",
     "retrace",
     "scan",
     "segment_advantage",
     "token_returns",
+    "trace_weights",
     "transports",
     "vtrace",
     "whiten",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from cct.registry import Component, Registry
+from cct.rollout import Reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,11 @@ class Transport(Component):
     def whitens(self) -> Literal["token", "sequence"] | None:
         """What each counts once where advantages are shifted and scaled over the batch; None where they are not."""
         return None
+
+    @property
+    def engine_ratio(self) -> Reach:
+        """Whose ratio of trainer to engine a token's advantage holds already: its own, that of tokens after it."""
+        return frozenset()
 
     @property
     def statistics(self) -> dict[str, Statistic]:
@@ -73,3 +79,41 @@ class Gate(Component):
 
 transports: Registry[Transport] = Registry("transport", Transport)
 gates: Registry[Gate] = Registry("gate", Gate)
+
+
+class Wrapper(Transport):
+    """A transport that changes another one's advantages token by token, and asks for whatever that one asks for."""
+
+    of: Annotated[Transport, transports]
+    """The transport whose advantages they are."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.of.needs
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {name: f"transport '{self.of.use}': {why}" for name, why in self.of.waives.items()}
+
+    @property
+    def whitens(self) -> Literal["token", "sequence"] | None:
+        return self.of.whitens
+
+    @property
+    def engine_ratio(self) -> Reach:
+        return self.of.engine_ratio
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        return self.of.statistics
+
+    @property
+    def least_responses(self) -> int:
+        return self.of.least_responses
+
+    @property
+    def branches(self) -> int:
+        return self.of.branches
+
+    def starts(self, rollout: Rollout, text_of: Callable[[int], str]) -> Tensor:
+        return self.of.starts(rollout, text_of)

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from cct.rollout import Credit, Rollout, Statistic
+from cct.rollout import Credit, Rollout
 
-from .base import Transport, transports
+from .base import Transport, Wrapper, transports
 from .group import GRPO
 
 
@@ -19,8 +19,12 @@ class GTPO(Transport):
 
     r_it = s_i [(1 - share) + share H_it / mean_k H_kt] for s_i > 0, over the group's responses k with a positive score and
     a t-th token, and r_it = s_i otherwise; A_it = (r_it - mean) / (deviation + eps) over the group's tokens; [B, T].
-    Source: after arXiv 2508.04349. That groups of equal scores get exactly 0, and that failures are not weighted, is ours.
-    Defaults: share 0.1, ddof 0. With share 0 and equal lengths it is `grpo` with ddof 0.
+    Source: after arXiv 2508.04349, by its abstract and a public implementation of its equations (3), (5) and (6). There a
+    failure's tokens get -1, weighted by the inverse of their entropy, and successes and failures are normalised apart. Here
+    failures are not weighted, both are normalised together, so that a success is worth more than a failure whatever its
+    entropies, and groups of equal scores get exactly 0.
+    Defaults: share 0.1 (public implementations give the rest a weight of 0.9 or of 1), ddof 0. With share 0 and equal lengths
+    it is `grpo` with ddof 0.
     Pitfall: the t-th tokens of two responses need have nothing in common. Scores must be positive for success only.
     """
 
@@ -51,7 +55,7 @@ class GTPO(Transport):
 
 
 @transports.register("high_entropy")
-class HighEntropy(Transport):
+class HighEntropy(Wrapper):
     """Another transport's advantages at the tokens of highest entropy, 0 at all others (80/20, Wang et al. 2025).
 
     A_it = A'_it where H_it is at or above the (1 - fraction) quantile of the entropies of all trainable tokens of the
@@ -66,18 +70,6 @@ class HighEntropy(Transport):
     """The transport whose advantages it keeps or drops."""
     fraction: float = Field(0.2, gt=0, le=1)
     """Share of the batch's tokens that learn."""
-
-    @property
-    def waives(self) -> dict[str, str]:
-        return {name: f"transport '{self.of.use}': {why}" for name, why in self.of.waives.items()}
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.of.needs
-
-    @property
-    def statistics(self) -> dict[str, Statistic]:
-        return self.of.statistics
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import high_entropy_mask

@@ -81,6 +81,10 @@ class StatisticGate(Gate):
         return self
 
     @property
+    def unread(self) -> dict[str, str]:
+        return dict.fromkeys(("low", "high"), "half_life gives the bounds") if self.half_life else {}
+
+    @property
     def needs(self) -> frozenset[str]:
         return frozenset().union(*(what.reads for what in self.statistics.values()))
 

@@ -39,6 +39,13 @@ class _CriticFree(Transport):
                 raise ValueError(f"`like: {like}` means {knob}: {value}, and {knob} is {found}; leave out one of the two")
         return self
 
+    def usual(self, knob: str) -> Any:
+        return self.presets.get(getattr(self, "like", None) or "", {}).get(knob, super().usual(knob))
+
+
+def _of_a_deviation(used: bool) -> dict[str, str]:
+    return {} if used else dict.fromkeys(("eps", "ddof"), "with std: false nothing is divided by a deviation")
+
 
 class _Group(_CriticFree):
     """One number per response, from the scores of its group, on each of its tokens."""
@@ -83,22 +90,38 @@ class GRPO(_Group):
     # verl: verl/trainer/ppo/core_algos.py, compute_grpo_outcome_advantage.
     # TRL: trl/trainer/grpo_trainer.py, GRPOTrainer (a mean over one is that one, so alone gives 0).
     # OpenRLHF: openrlhf/trainer/ppo_utils/experience_maker.py, group_norm (it refuses groups of one).
+    # NeMo RL: nemo_rl/algorithms/utils.py, calculate_baseline_and_std_per_prompt, and advantage_estimator.py: baseline and
+    # deviation are those of the other responses, and a deviation of 0 divides nothing.
     presets = {
-        "verl": {"eps": 1e-6, "ddof": 1, "single": "raw"},
-        "trl": {"eps": 1e-4, "ddof": 1, "single": "zero"},
-        "openrlhf": {"eps": 1e-9, "ddof": 1},
+        "verl": {"eps": 1e-6, "ddof": 1, "single": "raw", "leave_one_out": False},
+        "trl": {"eps": 1e-4, "ddof": 1, "single": "zero", "leave_one_out": False},
+        "openrlhf": {"eps": 1e-9, "ddof": 1, "leave_one_out": False},
+        "nemo_rl": {"eps": 1e-6, "ddof": 1, "single": "zero", "leave_one_out": True},
     }
-    like: Literal["verl", "trl", "openrlhf"] | None = None
-    """Take eps, ddof and single from this framework; one that is given as well has to agree."""
+    like: Literal["verl", "trl", "openrlhf", "nemo_rl"] | None = None
+    """Take eps, ddof, single and leave_one_out from this framework; one that is given as well has to agree."""
+    leave_one_out: bool = False
+    """Mean and deviation of the other responses only. Where these all score the same nothing is divided: the one success of
+    a group then gets 1, where the group's deviation would give it more."""
     std: bool = True
-    """Divide by the group's standard deviation; off is Dr. GRPO (Liu et al. 2025)."""
+    """Divide by the standard deviation; off is Dr. GRPO (Liu et al. 2025), or RLOO with leave_one_out."""
     eps: float = Field(1e-6, gt=0, le=1)
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 1
     """Divide the sum of squares by n - ddof: 1 is torch's default, 0 numpy's."""
 
+    @property
+    def unread(self) -> dict[str, str]:
+        return _of_a_deviation(self.std)
+
+    def _relative(self, rollout: Rollout) -> Tensor:
+        """The number of each response, [B]."""
+        if self.leave_one_out:
+            return self._outcome(rollout, baseline="leave_one_out", scale="others" if self.std else "none")
+        return self._outcome(rollout, scale="group" if self.std else "none")
+
     def __call__(self, rollout: Rollout) -> Credit:
-        return _on_every_token(self._outcome(rollout, scale="group" if self.std else "none"), rollout)
+        return _on_every_token(self._relative(rollout), rollout)
 
 
 @transports.register("dr_grpo")
@@ -183,6 +206,10 @@ class GPG(_Group):
     ddof: Literal[0, 1] = 1
     """Divide the sum of squares by n - ddof."""
 
+    @property
+    def unread(self) -> dict[str, str]:
+        return _of_a_deviation(self.std)
+
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import informative_rescale
 
@@ -242,6 +269,12 @@ class GRPOPassAtK(_CriticFree):
     """With `lead`, divide the sum of squares by n - ddof."""
 
     @property
+    def unread(self) -> dict[str, str]:
+        if self.credit == "subsets":
+            return dict.fromkeys(("std", "eps", "ddof"), "credit: subsets has a deviation of its own, that of the best of k")
+        return {"k": "credit: lead takes the whole group"} | _of_a_deviation(self.std)
+
+    @property
     def grain(self) -> Literal["token", "sequence"]:
         return "sequence"
 
@@ -265,27 +298,36 @@ class GRPOPassAtK(_CriticFree):
 
 @transports.register("grpo_lambda")
 class GRPOLambda(GRPO):
-    """GRPO's outcome through an eligibility trace: less of it the further a token is from the end.
+    """GRPO's outcome through an eligibility trace, which gives each token a share of what later tokens get.
 
-    A_it = lam^(n_i - 1 - t) A_i, with A_i as in `grpo` and n_i - 1 - t the trainable tokens after t; [B, T]. It is gated
-    GAE with V = 0, one reward at the end and gamma lam = lam.
-    Source: after GRPO-lambda, Parthasarathi et al. 2025, arXiv 2510.00194; its other weightings are absent.
-    Default: lam 0.99. 1 is `grpo`.
-    Pitfall: the half-life is log(0.5) / log(lam) tokens, 69 at 0.99: on long responses the beginning learns nothing.
+    A_it = w_t A_i, with A_i as in `grpo`; [B, T]. With t counted from 0 and n_i trainable tokens,
+    recent: w_t = sum over u >= t of lam^(u - t); both: w_t = sum over u >= t of max(lam^(u - t), lam^t);
+    outcome: w_t = lam^(n_i - 1 - t), gated GAE with V = 0 and one reward at the end, which is not the source's.
+    Source: GRPO-lambda, Parthasarathi et al. 2025, arXiv 2510.00194, by its abstract and two public readings of its
+    equations. There the trace sums log-probabilities inside the ratio, which is clipped as a whole; at ratio 1 its gradient
+    is that of these weights, and farther off it is not. Its floor for advantages is -0.1.
+    Defaults: recent, lam 0.99, no floor. recent at lam 0 and outcome at 1 are `grpo`.
+    Pitfall: under recent a token weighs up to 1 / (1 - lam), 100 times as much as under `grpo`, and the last ones least;
+    under outcome half is lost every log(0.5) / log(lam) tokens, 69 at 0.99.
     """
 
-    lam: float = Field(0.99, gt=0, le=1)
-    """What one more token to the end leaves of the outcome."""
+    lam: float = Field(0.99, ge=0, le=1)
+    """What of a token's part goes on to the token before it; gamma times lambda of the source."""
+    trace: Literal["recent", "both", "outcome"] = "recent"
+    """Which tokens weigh more: those before many others; these and the first ones too; those near the end."""
+    floor: float | None = Field(None, ge=-1000, le=0)
+    """Outcomes of the group below it count as it, before the trace; null for none."""
 
     @property
     def grain(self) -> Literal["token", "sequence"]:
         return "token"
 
     def __call__(self, rollout: Rollout) -> Credit:
-        from .functional import outcome_trace
+        from .functional import trace_weights
 
-        outcome = self._outcome(rollout, scale="group" if self.std else "none")
-        return Credit(outcome_trace(outcome, rollout.mask, self.lam))
+        outcome = self._relative(rollout)
+        outcome = outcome if self.floor is None else outcome.clamp(min=self.floor)
+        return Credit(outcome.unsqueeze(1) * trace_weights(rollout.mask, self.lam, self.trace).to(outcome.dtype))
 
 
 class _Whitened(_CriticFree):
@@ -362,8 +404,13 @@ class ReinforcePPBaseline(_Whitened, _Group):
     """
 
     # verl: core_algos.py, compute_reinforce_plus_plus_baseline_outcome_advantage. OpenRLHF: reinforce_baseline.
-    presets = {"verl": {**_WHITEN["verl"], "single": "raw"}, "openrlhf": {**_WHITEN["openrlhf"], "single": "zero"}}
-    like: Literal["verl", "openrlhf"] | None = None
+    # NeMo RL: advantage_estimator.py, ReinforcePlusPlusAdvantageEstimator with minus_baseline.
+    presets = {
+        "verl": {**_WHITEN["verl"], "single": "raw"},
+        "openrlhf": {**_WHITEN["openrlhf"], "single": "zero"},
+        "nemo_rl": {**_WHITEN["openrlhf"], "single": "zero"},
+    }
+    like: Literal["verl", "openrlhf", "nemo_rl"] | None = None
     """Take unit, ddof, eps, eps_at and single from this framework; one that is given as well has to agree."""
 
     unit: Literal["tokens", "responses"] = "responses"

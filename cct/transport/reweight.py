@@ -1,4 +1,5 @@
-"""Other uses of the policy's attention, to compare Comp-GAE with: they reweight rewards or advantages, and are no gates.
+"""Other uses of the policy's attention, to compare Comp-GAE with, and of critics' disagreement: they reweight rewards or
+advantages, and are no gates.
 
 All look at attention that later tokens pay, which a discount must not know and a weight of an advantage may.
 """
@@ -12,8 +13,8 @@ from pydantic import Field, model_validator
 
 from cct.rollout import Credit, Forward, Rollout, Statistic
 
-from .base import Transport, transports
-from .gae import LambdaTrace
+from .base import Transport, Wrapper, transports
+from .gae import GAE, LambdaTrace
 from .group import GRPO
 
 if TYPE_CHECKING:
@@ -123,8 +124,36 @@ class AttentionBasedCredit(LambdaTrace):
         return Credit(*self._gae(rollout.replace(rewards=spread), self.gamma, self.lam, self.lam_value))
 
 
+@transports.register("disagreement")
+class Disagreement(Wrapper):
+    """Another transport's advantages where mini-critics disagree, 0 where they agree most (AsyPPO, Liu et al. 2025).
+
+    A_it = A'_it, and 0 at the `share` of the iteration's trainable tokens with the least deviation of the critics' values;
+    ties at the threshold are kept; [B, T]. Value targets and gate are those of the other transport.
+    Source: arXiv 2510.01656, by public summaries of its equations: where critics agree, the policy is said to have learnt
+    what there is. Default: the lowest 20%, the source's best, of `gae`.
+    Pitfall: critics fresh from their start agree everywhere; then which tokens are left out means nothing.
+    """
+
+    of: Annotated[Transport, transports] = GAE()
+    """The transport whose advantages it keeps or drops."""
+    share: float = Field(0.2, ge=0, lt=1)
+    """Part of the batch's tokens, those of least disagreement, that does not learn."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return super().needs | {"disagreement"}
+
+    def __call__(self, rollout: Rollout) -> Credit:
+        from .functional import high_entropy_mask
+
+        credit = self.of(rollout)
+        kept = high_entropy_mask(rollout.stats["value_disagreement"], rollout.mask, 1 - self.share)
+        return replace(credit, advantages=credit.advantages.masked_fill(~kept, 0.0))
+
+
 @transports.register("rhythm")
-class Rhythm(Transport):
+class Rhythm(Wrapper):
     """Another transport's advantages, amplified at preplan or anchor tokens of the policy's attention (Li et al. 2025).
 
     The measures follow that work's, windowed distance and attention from later tokens, over all heads of the chosen layers;
@@ -153,12 +182,12 @@ class Rhythm(Transport):
         return self
 
     @property
-    def waives(self) -> dict[str, str]:
-        return {name: f"transport '{self.of.use}': {why}" for name, why in self.of.waives.items()}
+    def unread(self) -> dict[str, str]:
+        return {"near": "measure: preplan counts every distance up to far"} if self.measure == "preplan" else {}
 
     @property
     def needs(self) -> frozenset[str]:
-        return self.of.needs | {"attention"}
+        return super().needs | {"attention"}
 
     @property
     def _own(self) -> tuple[str, Statistic]:
@@ -171,7 +200,7 @@ class Rhythm(Transport):
     @property
     def statistics(self) -> dict[str, Statistic]:
         name, what = self._own
-        return self.of.statistics | {name: what}
+        return super().statistics | {name: what}
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import largest_share

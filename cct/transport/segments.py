@@ -83,6 +83,10 @@ class SPO(_Branching):
     """Where values come from: continuations by the engine, or the critic, which costs no sampling."""
 
     @property
+    def unread(self) -> dict[str, str]:
+        return {"samples": "values: critic samples no continuations"} if self.values == "critic" else {}
+
+    @property
     def needs(self) -> frozenset[str]:
         return frozenset({"values"} if self.values == "critic" else ())
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from cct.rollout import Credit, Rollout
+from cct.rollout import Credit, Reach, Rollout
 
 from .base import transports
 from .gae import CriticTrace
@@ -103,11 +103,15 @@ class _OffPolicy(_Discounted):
 class VTrace(_OffPolicy):
     """V-trace: ratios of trainer to engine clipped in the advantage and along the trace (Espeholt et al. 2018).
 
-    Leave `geometry.correction` at none: the advantage holds the token's own ratio already.
+    The advantage holds the token's own ratio already, so `geometry.correction` or `ratio_to: engine` would count it twice.
     """
 
     rho_bar: float = Field(1.0, gt=0, le=1e6)
     """Greatest ratio of the token itself."""
+
+    @property
+    def engine_ratio(self) -> Reach:
+        return frozenset({"own", "later"})
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import vtrace
@@ -132,8 +136,13 @@ class VTrace(_OffPolicy):
 class Retrace(_OffPolicy):
     """Retrace with V in place of Q: the trace is cut where the engine's tokens are unlikely here (Munos et al. 2016).
 
-    The token's own ratio is not in its advantage; `geometry.correction` brings it in.
+    The token's own ratio is not in its advantage; `geometry.correction` or `ratio_to: engine` brings it in. The ratios of
+    later tokens are, so that `correction_level: sequence` would count them twice.
     """
+
+    @property
+    def engine_ratio(self) -> Reach:
+        return frozenset({"later"})
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import retrace

@@ -64,6 +64,11 @@ class GiGPO(Transport):
     """Added to the standard deviation."""
 
     @property
+    def unread(self) -> dict[str, str]:
+        without = {} if self.std else {"eps": "with std: false nothing is divided by a deviation"}
+        return without | ({} if self.weight else {"gamma": "with weight: 0 turns do not count"})
+
+    @property
     def waives(self) -> dict[str, str]:
         return {
             "gap": "a gap ends a turn",

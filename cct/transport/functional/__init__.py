@@ -56,11 +56,11 @@ from .traces import (
     Steps,
     gated_gae,
     length_adaptive_lambda,
-    outcome_trace,
     redistribute,
     retrace,
     scan,
     token_returns,
+    trace_weights,
     vtrace,
 )
 
@@ -96,7 +96,6 @@ __all__ = [
     "masked_mean_std",
     "match_mean_log",
     "next_step",
-    "outcome_trace",
     "packed",
     "pass_at_k_advantage",
     "position_curve",
@@ -113,6 +112,7 @@ __all__ = [
     "starts_at_cuts",
     "swap_between",
     "token_returns",
+    "trace_weights",
     "turn_ends",
     "turn_starts",
     "varies",

@@ -14,7 +14,7 @@ from .traces import token_returns
 
 Baseline = Literal["mean", "leave_one_out", "length_weighted"]
 
-Scale = Literal["group", "batch", "none"]
+Scale = Literal["group", "others", "batch", "none"]
 
 Single = Literal["zero", "raw"]
 
@@ -38,12 +38,14 @@ def group_advantage(
     valid: bool [B]; others are left out and get 0.
     baseline: `mean` of the group; `leave_one_out`, the mean of the others, which is (score - mean) n / (n - 1);
     `length_weighted`, sum(length * score) / sum(length).
-    scale: standard deviation of the `group`'s scores or of the whole `batch`'s, with ddof; `none` divides by nothing.
+    scale: standard deviation, with ddof, of the `group`'s scores, of the `others`' in the group, where it is not 0, or of the
+    whole `batch`'s; `none` divides by nothing.
     single: a group of one gets 0, or its `raw` score (deviation 1 where it is the group's).
 
     Returns [B]. A group of equal scores, rounding aside, gets exactly 0.
     Sources: GRPO, Shao et al. 2024 (mean, group); Dr. GRPO, Liu et al. 2025 (mean, none); RLOO, Ahmadian et al. 2024
-    (leave_one_out, none); OPO, Hao et al. 2025 (length_weighted, none); Lite PPO, Liu et al. 2025 (mean, batch).
+    (leave_one_out, none); OPO, Hao et al. 2025 (length_weighted, none); Lite PPO, Liu et al. 2025 (mean, batch); NeMo RL
+    `calculate_baseline_and_std_per_prompt` (leave_one_out, others).
     Pitfall: frameworks differ in eps (1e-4 to 1e-9) and in what a group of one gets; both change numbers silently.
     """
     valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
@@ -74,6 +76,11 @@ def group_advantage(
         middle = per_group(scores) / count.clamp(min=1)
         squares = per_group((scores - middle[index]).masked_fill(~valid, 0.0).square())
         deviation = (squares / (count - ddof).clamp(min=1)).sqrt()[index].masked_fill(alone, 1.0)
+        if scale == "others":
+            others, own, all_squares = (count - 1).clamp(min=1)[index], scores - middle[index], squares[index]
+            left = all_squares - own.square() * (1 + 1 / others)  # sum of squares of the others about their own mean
+            varies = left > ROUNDING * torch.finfo(scores.dtype).eps * all_squares
+            return centred / torch.where(varies, (left.clamp(min=0) / (others - ddof).clamp(min=1)).sqrt() + eps, 1.0)
     return centred / (deviation + eps)
 
 

@@ -218,15 +218,31 @@ def token_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, gap: Gap
 
 
 @torch.no_grad()
-def outcome_trace(outcomes: Tensor, mask: Tensor, decay: float) -> Tensor:
-    """decay^(tokens that follow t) * outcome, [B, T]: the eligibility trace of an outcome known at the last token.
+def trace_weights(mask: Tensor, decay: float, kind: Literal["recent", "both", "outcome"]) -> Tensor:
+    """What an eligibility trace makes of an outcome of 1 given at every token, or at the last one; float64 [B, T].
 
-    outcomes: [B]. mask: bool [B, T]; masked positions are no steps and get 0. decay 1 gives each token the outcome.
-    Pitfall: after n tokens decay^n of the outcome is left, so the decay has to fit the length.
+    With t = 0 ... n - 1 counting unmasked tokens: `recent`, sum_{u>=t} decay^(u-t); `both`, sum_{u>=t} max(decay^(u-t),
+    decay^t); `outcome`, decay^(n-1-t). mask: bool [B, T]; masked positions are no steps and get 0.
+    Source: Parthasarathi et al. 2025, arXiv 2510.00194 (recent, both).
+    Pitfall: `recent` adds up to 1 / (1 - decay), `outcome` leaves decay^n at the first token: the decay has to fit the length.
     """
     rank, count = relative(mask)
-    power = outcomes.new_tensor(decay) ** (count - 1 - rank).clamp(min=0)
-    return (outcomes.unsqueeze(1) * power).masked_fill(~mask, 0.0)
+    later = (count - 1 - rank).clamp(min=0)  # tokens after t
+    base = torch.full((), decay, dtype=torch.float64, device=mask.device)
+
+    def series(terms: Tensor) -> Tensor:
+        return terms.double() if decay == 1 else (1 - base**terms) / (1 - base)
+
+    if kind == "outcome":
+        weights = base**later
+    elif kind == "recent":
+        weights = series(later + 1)
+    elif kind == "both":  # decay^(u-t) is the greater one as long as u - t is no more than t
+        first = rank.clamp(min=0)
+        weights = series(torch.minimum(later, first) + 1) + (later - first).clamp(min=0) * base**first
+    else:
+        raise ValueError(f"kind must be 'recent', 'both' or 'outcome'; got {kind!r}")
+    return weights.masked_fill(~mask, 0.0)
 
 
 @torch.no_grad()
