@@ -11,39 +11,44 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from . import concentration, scan
+from . import concentration, growth, large, scan, step
 from .measure import Machine, Result, Table, spread
 
-BENCHMARKS: dict[str, tuple[Callable[[], Result], Callable[[], Result]]] = {
+Benchmarks = Mapping[str, tuple[Callable[[], Result], Callable[[], Result]]]
+
+BENCHMARKS: Benchmarks = {
     "scan": (scan.run, lambda: scan.run(scan.QUICK, rounds=3)),
     "concentration": (concentration.run, lambda: concentration.run(concentration.QUICK, rounds=3)),
+    "step": (step.run, lambda: step.run(step.QUICK, rounds=1)),
+    "growth": (growth.run, lambda: growth.run(growth.QUICK)),
+    "large": (large.run, lambda: large.run(large.QUICK)),
 }
 """By name: at full size, and at one that takes seconds."""
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, benchmarks: Benchmarks = BENCHMARKS) -> int:
     """Run the benchmarks named, all where none is. Returns 1 where a target was missed."""
     given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all where none is given")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(benchmarks)}; all where none is given")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it works, not how fast")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch (default 2)")
     parser.add_argument("--write", type=Path, help="Markdown file whose sections of these benchmarks are replaced")
     parser.add_argument("--json", type=Path, help="file for all that was measured")
     options = parser.parse_args(given)
-    if unknown := [name for name in options.names if name not in BENCHMARKS]:
-        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if unknown := [name for name in options.names if name not in benchmarks]:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are {', '.join(benchmarks)}")
     torch.set_num_threads(options.threads)
     machine, found, missed = Machine.here(), {}, False
     print(machine)
-    for name in options.names or BENCHMARKS:
-        full, quick = BENCHMARKS[name]
+    for name in options.names or benchmarks:
+        full, quick = benchmarks[name]
         started = time.perf_counter()
         result = (quick if options.quick else full)()
         text = markdown(result)

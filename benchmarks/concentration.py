@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from cct.policy import attention_concentration, tappable
 from cct.rollout import Concentration
@@ -38,11 +38,8 @@ QUICK = Size(lengths=(512,), prompt=64, response=192, width=256, layers=4)
 
 
 def run(size: Size = SIZE, rounds: int = 5) -> Result:
-    tables, targets = [], []
-    for part in (_operator(size, rounds), _taps(size, rounds)):
-        tables += part.tables
-        targets += part.targets
-    return Result(tuple(tables), tuple(targets))
+    operator, taps = _operator(size, rounds), _taps(size, rounds)
+    return Result(operator.tables + taps.tables, operator.targets + taps.targets)
 
 
 def eager(query: Tensor, key: Tensor) -> Tensor:
@@ -77,7 +74,7 @@ def _at(length: int, size: Size, rounds: int) -> tuple[list[tuple[str, ...]], tu
     error = agree("concentration", attention_concentration(query, key), eager(query, key), 1e-5)
     seconds = in_turn(functions, rounds)
     memory = {name: extra_memory(function) for name, function in functions.items()}
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             f"{length}",
             name,
@@ -95,7 +92,7 @@ def _at(length: int, size: Size, rounds: int) -> tuple[list[tuple[str, ...]], tu
     return rows, tuple(targets)
 
 
-def model(width: int, layers: int, vocabulary: int, positions: int) -> Qwen3ForCausalLM:
+def model(width: int, layers: int, vocabulary: int, positions: int) -> PreTrainedModel:
     """A Qwen3 with random weights, heads of 64, half as many for keys, three times the width inside."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -109,7 +106,7 @@ def model(width: int, layers: int, vocabulary: int, positions: int) -> Qwen3ForC
         max_position_embeddings=positions,
         tie_word_embeddings=True,
     )
-    return tappable(Qwen3ForCausalLM(config).to(device()).eval())  # type: ignore[return-value]
+    return tappable(nn.Module.to(Qwen3ForCausalLM(config).eval(), device()))
 
 
 def _taps(size: Size, rounds: int) -> Result:

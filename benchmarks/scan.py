@@ -89,7 +89,7 @@ def _one(shape: Shape, rounds: int) -> tuple[list[tuple[str, ...]], list[Target]
     }
     seconds = in_turn(functions, rounds)
     name = f"{shape.rows} x {shape.length}"
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             name,
             what,

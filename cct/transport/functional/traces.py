@@ -97,7 +97,7 @@ def gated_gae(
     part = lambda x, rows: x[rows] if isinstance(x, Tensor) and x.dim() else x  # noqa: E731
     advantages, targets = torch.empty(2, *rewards.shape, dtype=_precision(rewards, values), device=rewards.device)
     for rows in _chunks(rewards):
-        s = Steps.of(*(part(x, rows) for x in (rewards, values, mask, bootstrap)), gap)
+        s = Steps.of(rewards[rows], values[rows], mask[rows], part(bootstrap, rows), gap)
         g = s.knob(part(gamma, rows))
         returns = s.returns(g, part(lam, rows))
         advantages[rows] = s.only(returns - s.values)
