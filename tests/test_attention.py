@@ -23,7 +23,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from cct.policy import attention_concentration, tap, tappable
+from cct.policy import Runs, attention_concentration, kernel_of, tap, tappable
 from cct.rollout import Attention, Concentration, HiddenChange, Statistic, TokenEntropy, TokenLogprob
 from cct.training.agent import Agent
 
@@ -156,6 +156,150 @@ def test_no_sinks_left_out_of_less_than_there_are():
 def test_an_unknown_statistic_is_refused():
     with pytest.raises(ValueError, match="renyi2"):
         attention_concentration(*draw(), statistic="gini")
+
+
+# --- runs and kernels -----------------------------------------------------------------------------
+def causal_within(runs: Runs, rows: int, length: int) -> torch.Tensor:
+    """The mask [B, 1, S, S] that the runs stand for; padding sees nothing."""
+    visible = torch.zeros(rows, 1, length, length, dtype=torch.bool)
+    for row, first, end in runs.spans:
+        visible[row, 0, first:end, first:end] = torch.ones(end - first, end - first).tril().bool()
+    return visible
+
+
+PACKED = Runs(((0, 2, 9), (1, 0, 1), (1, 1, 5), (1, 5, 8)))  # left padding; three sequences, then right padding
+
+
+def test_packed_rows_by_their_lengths():
+    assert Runs.packed([[3, 4], [2]]) == Runs(((0, 0, 3), (0, 3, 7), (1, 0, 2)))
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_a_mask_is_taken_apart_into_runs(kind):
+    visible = causal_within(PACKED, 2, 9)
+    visible[1, 0, 8, :8] = True  # what padding sees does not matter, as long as it is not itself
+    mask = visible if kind == "bool" else torch.zeros(visible.shape).masked_fill(~visible, LOWEST)
+    assert Runs.of(mask) == PACKED
+
+
+@pytest.mark.parametrize(
+    "query, key, visible",
+    [(5, 3, False), (7, 2, False), (4, 6, True), (8, 0, False)],
+    ids=["hole", "window", "looks ahead", "lacks the first"],
+)
+def test_a_mask_that_says_more_is_not_made_of_runs(query, key, visible):
+    mask = torch.ones(1, 1, 9, 9).tril().bool()
+    mask[0, 0, query, key] = visible
+    assert Runs.of(mask) is None
+
+
+def test_a_long_mask_is_taken_apart_block_by_block():
+    runs = Runs(((0, 3, 300), (0, 300, 600)))
+    mask = causal_within(runs, 1, 600)
+    assert Runs.of(mask) == runs
+    mask[0, 0, 599, 299] = True
+    assert Runs.of(mask) is None
+
+
+class CudaKernels(TorchDispatchMode):
+    """What CUDA's attention kernels return, by their documented shapes, written out; and what they refuse."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kernel = getattr(self, function.name().removeprefix("aten::"), None)
+        if kernel is None:
+            return function(*args, **(kwargs or {}))
+        self.called.append(function.name().removeprefix("aten::"))
+        return kernel(*args, **(kwargs or {}))
+
+    @staticmethod
+    def attend(query, key, bias, causal, scale):
+        logits = query.float() @ key.float().transpose(-1, -2) * scale
+        if causal:
+            logits = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -math.inf)
+        logits = logits if bias is None else logits + bias
+        return (logits.softmax(-1) @ key.float()).to(query.dtype), logits.logsumexp(-1)
+
+    def _scaled_dot_product_flash_attention(self, query, key, value, dropout, causal, *, scale):
+        assert query.dtype in (torch.bfloat16, torch.float16) and key is value and query.shape == key.shape and causal
+        return *self.attend(query, key, None, causal, scale), None, None, 0, 0, None, None, None
+
+    def _scaled_dot_product_efficient_attention(self, query, key, value, bias, wants_lse, dropout=0.0, causal=False, *, scale):
+        assert query.shape[:2] == key.shape[:2] and wants_lse and causal == (bias is None)
+        if bias is not None:
+            assert bias.shape == (*query.shape[:3], key.shape[2]) and bias.stride(2) % 16 == 0 and bias.dtype == query.dtype
+        output, lse = self.attend(query, key, bias, causal, scale)
+        return output, torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=math.nan), None, None
+
+    def _flash_attention_forward(self, query, key, value, ends, ends_key, most, most_key, dropout, causal, debug, *, scale):
+        assert query.dtype in (torch.bfloat16, torch.float16) and ends.dtype == torch.int32 and torch.equal(ends, ends_key)
+        assert causal and not debug and most == most_key == ends.diff().max()
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        each = [
+            self.attend(query[a:b].transpose(0, 1), key[a:b].transpose(0, 1), None, True, scale)
+            for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+        ]
+        output, lse = torch.cat([o.transpose(0, 1) for o, _ in each]), torch.cat([lse for _, lse in each], 1)
+        return output, lse, None, None, None
+
+
+EXPECTED_KERNELS = {
+    ("flash", "none"): {"_scaled_dot_product_flash_attention"},
+    ("flash", "runs"): {"_flash_attention_forward"},
+    ("flash", "mask of runs"): {"_flash_attention_forward"},
+    ("flash", "window"): {"_scaled_dot_product_efficient_attention"},
+    **{("efficient", mask): {"_scaled_dot_product_efficient_attention"} for mask in ("none", "runs", "mask of runs", "window")},
+    **{(kernel, mask): set() for kernel in ("blocks", "cpu") for mask in ("none", "runs", "mask of runs", "window")},
+}
+
+
+@pytest.mark.parametrize("kernel, kind", EXPECTED_KERNELS)
+@pytest.mark.parametrize("statistic", ["shannon", "renyi2"])
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_every_kernel_gives_the_same_concentration(kernel, kind, statistic, sinks):
+    """CUDA's kernels are stood in for by what their schemas say: this tests what is made of them, not them."""
+    query, key = draw(length=9)
+    if kernel == "flash":
+        query, key = query.bfloat16(), key.bfloat16()
+    causal = torch.ones(2, 1, 9, 9).tril().bool()
+    visible = {"none": causal, "window": causal.triu(-3)}.get(kind, causal_within(PACKED, 2, 9))
+    mask = {"none": None, "runs": PACKED}.get(kind, visible)
+    with CudaKernels() as kernels:
+        got = attention_concentration(query, key, mask=mask, scaling=0.3, statistic=statistic, sinks=sinks, kernel=kernel)
+    assert set(kernels.called) == EXPECTED_KERNELS[kernel, kind]
+    expected = of_maps(maps_of(query.float(), key.float(), visible[:, 0], 0.3), visible[:, 0], statistic, sinks)
+    tokens = visible.diagonal(dim1=2, dim2=3).expand(2, 4, 9)
+    assert_close(got[tokens], expected[tokens], atol=0.05 if kernel == "flash" else 1e-5, rtol=0)  # bfloat16, two keys
+    assert got.isfinite().all() and got.dtype == torch.float32
+
+
+@pytest.mark.parametrize("length", [700])
+@pytest.mark.parametrize("statistic", ["shannon", "max"])
+def test_long_sequences_under_runs_and_windows(length, statistic):
+    """Longer than a block of queries, and long enough to be taken apart."""
+    query, key = draw(batch=2, heads=2, kv_heads=1, length=length)
+    runs = Runs(((0, 100, 700), (1, 0, 300), (1, 300, 650)))
+    masks = {"runs": causal_within(runs, 2, length), "window": torch.ones(2, 1, length, length).tril().triu(-50).bool()}
+    for visible in masks.values():
+        got = attention_concentration(query, key, mask=visible, scaling=0.3, statistic=statistic)
+        maps = maps_of(query, key, visible[:, 0], 0.3).double()
+        n = visible.sum(-1)
+        spread = -torch.special.xlogy(maps, maps).sum(-1)
+        expected = maps.amax(-1) if statistic == "max" else 1 - spread / n.clamp(min=2).log()
+        expected = torch.where(n < 2, 1.0, expected)
+        tokens = visible.diagonal(dim1=2, dim2=3).expand(2, 2, length)
+        assert_close(got[tokens].double(), expected[tokens], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, expected", [((1, 2, 3, 64), torch.float32, "cpu"), ((1, 2, 3, 6), torch.bfloat16, "cpu")]
+)
+def test_the_kernel_of_the_cpu(shape, dtype, expected):
+    assert kernel_of(torch.empty(shape, dtype=dtype)) == expected
+    assert kernel_of(torch.empty(shape, dtype=dtype, device="meta")) == "blocks"
 
 
 # --- the tap on models ----------------------------------------------------------------------------

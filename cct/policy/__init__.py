@@ -9,17 +9,19 @@ from .base import WARM_START_SEED, LoRA, Policy, WarmStart, end_tokens, policies
 from .generation import Generation, engines
 
 if TYPE_CHECKING:
-    from .attention import attention_concentration, tap, tappable
+    from .attention import Runs, attention_concentration, kernel_of, tap, tappable
 
 __all__ = [
     "Generation",
     "LoRA",
     "Policy",
+    "Runs",
     "WARM_START_SEED",
     "WarmStart",
     "attention_concentration",
     "end_tokens",
     "engines",
+    "kernel_of",
     "policies",
     "tap",
     "tappable",

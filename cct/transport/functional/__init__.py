@@ -50,8 +50,6 @@ from .segments import (
 )
 from .traces import (
     GAPS,
-    SCAN_BLOCK,
-    TIME_MAJOR_ROWS,
     Gap,
     Steps,
     gated_gae,
@@ -70,11 +68,9 @@ __all__ = [
     "GAPS",
     "Gap",
     "ROUNDING",
-    "SCAN_BLOCK",
     "Scale",
     "Single",
     "Steps",
-    "TIME_MAJOR_ROWS",
     "Unit",
     "at_least_float32",
     "bi_level_gae",

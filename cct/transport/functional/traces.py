@@ -3,55 +3,66 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .masked import at_least_float32, next_step, relative
+from .masked import relative
 
 Gap = Literal["carry", "decay", "cut"]
 
 GAPS = ("carry", "decay", "cut")
 
-# Rows from which one step per token beats a scan in blocks: each step then fills the cores by itself.
-TIME_MAJOR_ROWS = 256
-
-SCAN_BLOCK = 64
+# Numbers in the tensors that a CPU works on at once: they stay in its cache, and their memory is not new every time.
+CHUNK = 2**18
 
 
 @torch.no_grad()
-def scan(a: Tensor, b: Tensor) -> Tensor:
-    """Solve A_t = a_t + b_t * A_{t+1} along the last dimension, with A after the end = 0. Every trace here is one.
+def scan(a: Tensor, b: Tensor, end: Tensor | None = None) -> Tensor:
+    """Solve A_t = a_t + b_t * A_{t+1} along the last dimension. Every trace here is one.
 
-    a, b: [B, T]. Returns [B, T]. O(B*T) memory. Many rows: one fused step per token. Few rows: all
-    blocks of 64 tokens at once (value and product), then one carry from block to block. Works on
-    products, never on logarithms, so zeros and signs in b are exact. Carries no gradient.
+    a, b: [B, T]. end: [B], A after the last token, default 0. Returns [B, T]. O(B*T) work and memory in about 4 log2(T)
+    operations, so on a GPU no launch per token. Works on products, never on logarithms, so zeros and signs in b are exact;
+    products of b must not overflow, as those of discounts do not. Carries no gradient.
+    Source: odd-even reduction, as in Blelloch 1990, Prefix sums and their applications.
     """
-    batch, length = a.shape
-    if length == 0 or batch == 0:
-        return torch.zeros_like(a)
-    if batch >= TIME_MAJOR_ROWS or length <= SCAN_BLOCK:
-        return _scan_steps(a, b)
-    pad = -length % SCAN_BLOCK
-    blocks = (length + pad) // SCAN_BLOCK
-    a_block = torch.nn.functional.pad(a, (0, pad)).view(batch * blocks, SCAN_BLOCK)
-    b_block = torch.nn.functional.pad(b, (0, pad), value=1.0).view(batch * blocks, SCAN_BLOCK)
-    inside = _scan_steps(a_block, b_block).view(batch, blocks, SCAN_BLOCK)  # as if every block were the last
-    reach = b_block.flip(1).cumprod(1).flip(1).view(batch, blocks, SCAN_BLOCK)  # product from t to its block's end
-    carry = _scan_steps(inside[..., 0], reach[..., 0])  # A at the first token of each block
-    later = torch.nn.functional.pad(carry[:, 1:], (0, 1))
-    return (inside + reach * later.unsqueeze(-1)).reshape(batch, -1)[:, :length]
+    result = torch.empty_like(a, memory_format=torch.contiguous_format)
+    for rows in _chunks(a):
+        _solve(a[rows], b[rows], end[rows] if end is not None else None, result[rows])
+    return result
 
 
-def _scan_steps(a: Tensor, b: Tensor) -> Tensor:
-    a_TB, b_TB = a.t().contiguous(), b.t().contiguous()
-    out_TB = torch.empty_like(a_TB)
-    last = torch.zeros_like(a_TB[0])
-    for t in range(a_TB.shape[0] - 1, -1, -1):
-        last = torch.addcmul(a_TB[t], b_TB[t], last, out=out_TB[t])
-    return out_TB.t()
+def _chunks(x: Tensor) -> Iterator[slice]:
+    """Of the rows of x [B, T]: all at once on a GPU, which many small operations would leave idle."""
+    size = max(1, CHUNK // max(1, x.shape[1])) if x.device.type == "cpu" else len(x)
+    return (slice(start, start + size) for start in range(0, len(x) if x.numel() else 0, size))
+
+
+def _solve(a: Tensor, b: Tensor, end: Tensor | None, result: Tensor) -> None:
+    """Two tokens in a row are one step; solved for those steps, the token inside each is one operation away."""
+    length = a.shape[1]
+    if length == 1:
+        _last(a, b, end, result)
+    elif length % 2:
+        _solve(a[:, 1:], b[:, 1:], end, result[:, 1:])
+        torch.addcmul(a[:, 0], b[:, 0], result[:, 1], out=result[:, 0])
+    else:
+        a_first, a_second, b_first, b_second = a[:, ::2], a[:, 1::2], b[:, ::2], b[:, 1::2]
+        first, second = result[:, ::2], result[:, 1::2]
+        _solve(torch.addcmul(a_first, b_first, a_second), b_first * b_second, end, first)
+        torch.addcmul(a_second[:, :-1], b_second[:, :-1], first[:, 1:], out=second[:, :-1])
+        _last(a, b, end, result)
+
+
+def _last(a: Tensor, b: Tensor, end: Tensor | None, result: Tensor) -> None:
+    if end is None:
+        result[:, -1] = a[:, -1]
+    else:
+        torch.addcmul(a[:, -1], b[:, -1], end, out=result[:, -1])
 
 
 @torch.no_grad()
@@ -82,11 +93,47 @@ def gated_gae(
     position, NaN included, changes nothing. Raises ValueError on shapes that disagree.
     Sources: Schulman et al. 2016 (GAE); torchrl `generalized_advantage_estimate` with tensor gamma.
     """
-    s = Steps.of(rewards, values, mask, bootstrap, gap)
-    g, lam_t, lam_v = s.knob(gamma), s.knob(lam), s.knob(lam_value)
-    delta = s.rewards + g * s.next_values - s.values
-    # R_t - V_t obeys the recurrence of A_t with lam_value in place of lam.
-    return s.only(s.trace(delta, g * lam_t)), s.only(s.values + s.trace(delta, g * lam_v))
+    _check(rewards, values, mask, bootstrap, gap, gamma, lam, lam_value)
+    part = lambda x, rows: x[rows] if isinstance(x, Tensor) and x.dim() else x  # noqa: E731
+    advantages, targets = torch.empty(2, *rewards.shape, dtype=_precision(rewards, values), device=rewards.device)
+    for rows in _chunks(rewards):
+        s = Steps.of(rewards[rows], values[rows], mask[rows], part(bootstrap, rows), gap)
+        g = s.knob(part(gamma, rows))
+        returns = s.returns(g, part(lam, rows))
+        advantages[rows] = s.only(returns - s.values)
+        if lam is not lam_value and (isinstance(lam, Tensor) or isinstance(lam_value, Tensor) or lam != lam_value):
+            returns = s.returns(g, part(lam_value, rows))
+        targets[rows] = s.only(returns)
+    return advantages, targets
+
+
+def _precision(rewards: Tensor, values: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
+
+
+def _check(rewards: Tensor, values: Tensor, mask: Tensor, bootstrap: Tensor | None, gap: Gap, *knobs: float | Tensor) -> None:
+    if rewards.dim() != 2 or values.shape != rewards.shape or mask.shape != rewards.shape:
+        raise ValueError(
+            f"rewards, values and mask must share one shape [B, T]; got {tuple(rewards.shape)}, "
+            f"{tuple(values.shape)}, {tuple(mask.shape)}"
+        )
+    if bootstrap is not None and bootstrap.shape != rewards.shape[:1]:
+        raise ValueError(f"bootstrap must be [B] = [{rewards.shape[0]}]; got {tuple(bootstrap.shape)}")
+    if gap not in GAPS:
+        raise ValueError(f"gap must be 'carry', 'decay' or 'cut'; got {gap!r}")
+    for knob in knobs:
+        if isinstance(knob, Tensor) and knob.dim() and knob.shape != rewards.shape:
+            raise ValueError(f"gamma and lam must be a float or [B, T] = {tuple(rewards.shape)}; got {tuple(knob.shape)}")
+
+
+def _as_bits(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """All bits set where the mask is True and none elsewhere, in numbers of the size of `dtype`."""
+    return mask.to(torch.int64 if dtype.itemsize == 8 else torch.int32).neg_()
+
+
+def _only(x: Tensor, bits: Tensor) -> Tensor:
+    """x where `bits` are set, 0 elsewhere, whatever stands there. `torch.where` takes eight times as long on a CPU."""
+    return (x.view(bits.dtype) & bits).view(x.dtype)
 
 
 @dataclass
@@ -95,56 +142,74 @@ class Steps:
 
     rewards: Tensor  # [B, T], 0 where masked
     values: Tensor  # [B, T], 0 where masked
-    next_values: Tensor  # [B, T] V of what follows
-    mask: Tensor
-    is_step: Tensor  # [B, T]
-    following: Tensor  # [B, T] next unmasked position, T after the last
-    last_step: Tensor  # [B, T] the unmasked position here or before
+    mask: Tensor  # [B, T]
+    after: Tensor  # [B] V after the last step
     gap: Gap
+    unmasked: Tensor  # [B, T] the mask as bits
+    steps: Tensor  # [B, T] where the recurrence steps, as bits
+    handed_on: Tensor  # [B, T] the share of what follows that passes where it does not step
 
     @classmethod
     def of(cls, rewards: Tensor, values: Tensor, mask: Tensor, bootstrap: Tensor | None, gap: Gap) -> Steps:
         """Raises ValueError on shapes that disagree."""
-        if rewards.dim() != 2 or values.shape != rewards.shape or mask.shape != rewards.shape:
-            raise ValueError(
-                f"rewards, values and mask must share one shape [B, T]; got {tuple(rewards.shape)}, "
-                f"{tuple(values.shape)}, {tuple(mask.shape)}"
-            )
-        if bootstrap is not None and bootstrap.shape != rewards.shape[:1]:
-            raise ValueError(f"bootstrap must be [B] = [{rewards.shape[0]}]; got {tuple(bootstrap.shape)}")
-        if gap not in GAPS:
-            raise ValueError(f"gap must be 'carry', 'decay' or 'cut'; got {gap!r}")
-        mask = mask.bool()
-        rewards, values = (at_least_float32(x).masked_fill(~mask, 0.0) for x in (rewards, values))
-        last_step = torch.where(mask, torch.arange(mask.shape[1], device=mask.device), 0).cummax(1).values
-        following = next_step(mask)
-        is_step = mask | (following < mask.shape[1]) if gap == "decay" else mask
-        steps = cls(rewards, values, values, mask, is_step, following, last_step, gap)
-        steps.next_values = steps.next_of(values, bootstrap)
-        return steps
+        _check(rewards, values, mask, bootstrap, gap)
+        mask, dtype = mask.bool(), _precision(rewards, values)
+        unmasked = steps = _as_bits(mask, dtype)
+        rewards, values = (_only(x.to(dtype), unmasked) for x in (rewards, values))
+        after = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(dtype)
+        over = ~mask
+        if gap != "carry":
+            over &= mask.cumsum(1) == mask.sum(1, keepdim=True)  # behind the last step
+            steps = _as_bits(~over, dtype) if gap == "decay" else unmasked
+        handed_on = over.to(torch.int32).to(dtype)  # in two steps, each of which a CPU takes several numbers at a time
+        return cls(rewards, values, mask, after, gap, unmasked, steps, handed_on)
+
+    @cached_property
+    def next_values(self) -> Tensor:
+        """V of what follows each step, [B, T]."""
+        return self.next_of(self.values, self.after)
 
     def next_of(self, x: Tensor, end: Tensor | None = None) -> Tensor:
-        """x [B, T] at what follows each token; end: [B] after the last one, default 0."""
-        after = x.new_zeros(len(x), 1) if end is None else end.unsqueeze(1).to(x.dtype)
+        """x [B, T] at what follows each step; end: [B] after the last one, default 0."""
+        end = x.new_zeros(len(x)) if end is None else end
         if self.gap == "carry":  # the next step, however far
-            return torch.cat([x, after], 1).gather(1, self.following)
-        neighbour = torch.nn.functional.pad(x, (0, 1))[:, 1:]  # which x must make 0 in a gap, where it is to be 0
-        return torch.where(self.following == x.shape[1], after, neighbour)
+            return _shifted(scan(_only(x, self.steps), self.handed_on, end), end)
+        neighbour = _shifted(x, end)  # which x must make 0 in a gap, where it is to be 0
+        return torch.where(_shifted(self.handed_on, torch.ones_like(end)) > 0, end.unsqueeze(1), neighbour)
 
     def knob(self, knob: float | Tensor) -> Tensor:
-        """A float or [B, T] as [B, T]. Where `decay` counts gaps as steps, they take the knob of the last token before them."""
-        full = torch.as_tensor(knob, dtype=self.values.dtype, device=self.values.device)
-        if full.dim() and full.shape != self.values.shape:
-            raise ValueError(f"gamma and lam must be a float or [B, T] = {tuple(self.values.shape)}; got {tuple(full.shape)}")
-        return full.gather(1, self.last_step) if full.dim() else full.expand_as(self.values)
+        """A float or [B, T] as [B, T], 0 where the recurrence does not step.
+
+        Where `decay` counts gaps as steps, they take the knob of the last token before them.
+        """
+        _check(self.rewards, self.values, self.mask, None, self.gap, knob)
+        full = torch.as_tensor(knob, dtype=self.values.dtype, device=self.values.device).expand_as(self.values)
+        if self.gap == "decay":
+            position = torch.arange(self.mask.shape[1], device=self.mask.device)
+            full = full.gather(1, torch.where(self.mask, position, 0).cummax(1).values)
+        return _only(full, self.steps)
 
     def trace(self, a: Tensor, b: Tensor) -> Tensor:
         """`scan` over the steps; what is none hands credit on, or stops it under `cut`."""
-        outside = 0.0 if self.gap == "cut" else 1.0
-        return scan(a.masked_fill(~self.is_step, 0.0), torch.where(self.is_step, b, outside))
+        return scan(_only(a, self.steps), _only(b, self.steps) + self.handed_on)
+
+    def returns(self, g: Tensor, lam: float | Tensor) -> Tensor:
+        """Q_t = r_t + g_t [(1 - lam) V_{t+1} + lam Q_{t+1}], [B, T]. g: by `knob`; lam: float or [B, T]."""
+        if isinstance(lam, Tensor):
+            return self.values + self.trace(self.rewards + g * self.next_values - self.values, g * self.knob(lam))
+        # What a step is told by the one that follows, (1 - lam) V + lam Q, is a trace of its own, which gaps hand on: so
+        # nobody has to look for the V behind a gap.
+        told = scan(torch.lerp(self.values, self.rewards, lam), torch.add(self.handed_on, g, alpha=lam), self.after)
+        return told if lam == 1 else torch.addcmul(self.rewards, g, _shifted(told, self.after))
 
     def only(self, x: Tensor) -> Tensor:
-        return x.masked_fill(~self.mask, 0.0)
+        """x where the mask is True, 0 elsewhere."""
+        return _only(x, self.unmasked)
+
+
+def _shifted(x: Tensor, end: Tensor) -> Tensor:
+    """x [B, T] one position later; end: [B] in the last column."""
+    return torch.cat([x, end.unsqueeze(1)], 1)[:, 1:]
 
 
 @torch.no_grad()

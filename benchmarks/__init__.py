@@ -1,0 +1,1 @@
+"""`python -m benchmarks`: what `cct` costs, beside its peers on the same machine."""
