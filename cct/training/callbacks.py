@@ -68,6 +68,7 @@ class Recorder(Callback):
         profile: Profile | None = None,
     ):
         self.recipe, self._folder, self.tokenizer, self.display, self.profile = recipe, folder, tokenizer, display, profile
+        self.pause = 0.0  # seconds since sampling began that are no part of the iteration
 
     @property
     def folder(self) -> Path:
@@ -80,7 +81,9 @@ class Recorder(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, CreditModule)
         if module.current_epoch == 0:
+            started = time.perf_counter()
             self._log(trainer, self._evaluate(trainer), iteration=0)
+            self.pause = time.perf_counter() - started  # Lightning had sampled the first iteration before
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.display.show(stage="update")
@@ -91,7 +94,7 @@ class Recorder(Callback):
         assert isinstance(data, RolloutData)
         ended = data.finish(iteration)
         metrics = ended.metrics | module.update_metrics()
-        seconds = sum(value for name, value in metrics.items() if name.startswith("time/"))  # Lightning samples the first early
+        seconds, self.pause = time.perf_counter() - ended.started - self.pause, 0.0
         metrics |= {"time/iteration": seconds, "train/tokens_per_second": metrics["train/tokens"] / seconds}
         last = iteration == self.recipe.training.iterations
         if iteration > 0:

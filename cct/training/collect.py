@@ -66,6 +66,7 @@ class Sample:
 class Iteration:
     """What one round of sampling gave."""
 
+    started: float  # time.perf_counter() when it began
     rollout: Rollout  # as the transport saw it
     credit: Credit
     updates: list[Minibatch]
@@ -114,7 +115,7 @@ class Collector:
     def collect(self, iteration: int) -> Iteration:
         """Iteration number 1, 2, ...; 0 and below are the critic's warm-up."""
         recipe, ranks = self.recipe, Ranks.current()
-        clock: list[tuple[str, float]] = []
+        clock, started = list[tuple[str, float]](), time.perf_counter()
 
         def stage(name: str) -> None:
             self.on_stage(name)
@@ -170,7 +171,7 @@ class Collector:
             for number, row in enumerate(rows[: recipe.logging.samples])
         ]
         minibatches = len(rows) // recipe.training.minibatch_size
-        return Iteration(seen, credit, updates, len(plan[0]) // minibatches, samples, metrics)
+        return Iteration(started, seen, credit, updates, len(plan[0]) // minibatches, samples, metrics)
 
     @property
     def _on_policy(self) -> bool:
