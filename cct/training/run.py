@@ -37,7 +37,7 @@ from .rows import encode, evaluate, evaluate_frozen
 from .strategies import strategy_of
 from .warm_start import warm_start
 
-LOOK_AHEAD = 2048  # training prompts whose length is looked at before the run; later ones when their turn comes
+LOOK_AHEAD = 2048  # training prompts, the warm-up's besides, that are measured before the run; others when their turn comes
 
 
 def new_folder(root: Path, name: str) -> Path:
@@ -70,8 +70,8 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
             statistic.fits(text.num_hidden_layers, text.num_attention_heads)
     except (ValueError, OSError) as error:
         raise RecipeError(str(error)) from error
-    drawn = (training.critic_warmup + training.iterations) * training.prompts_per_iteration
-    encode(recipe, actor, tokenizer, recipe.task.prompts(recipe.seed, 0, min(drawn, LOOK_AHEAD)))
+    last = min(training.iterations, max(1, LOOK_AHEAD // training.prompts_per_iteration))
+    encode(recipe, actor, tokenizer, recipe.prompts(1 - training.critic_warmup, last))
     without_dropout(actor).train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(recipe.seed, "critic"))
