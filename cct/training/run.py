@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cct.evidence import close_workers
-from cct.loading import dump_recipe, load_recipe
+from cct.loading import changes, dump_recipe, load_recipe
 from cct.policy.weights import add_lora, without_dropout
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import derive_seed
@@ -30,6 +30,7 @@ from cct.rollout import derive_seed
 from .agent import Agent
 from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
 from .collect import Collector
+from .export import export
 from .module import CreditModule, RolloutData
 from .ranks import Ranks
 from .rollouts import drop_after
@@ -167,8 +168,8 @@ def train(recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: 
 def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, console: Console) -> None:
     """Go on from the newest checkpoint of a run, under its own recipe or a given one.
 
-    Events after the checkpoint are dropped from the logs: they are made again. Raises RecipeError where
-    there is nothing to resume.
+    Events after the checkpoint are dropped from the logs: they are made again. A run that was cut between its last
+    checkpoint and the export is exported. Raises RecipeError where there is nothing to resume.
     """
     if not (folder / "recipe.yaml").is_file():
         raise RecipeError(f"{folder}: not a run folder (no recipe.yaml)")
@@ -177,6 +178,11 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
         raise RecipeError(f"{folder}: no checkpoint was taken yet; start the recipe again")
     recipe = recipe or load_recipe(folder / "recipe.yaml", overrides)
     reached = int(saved[-1].stem)
+    if reached >= recipe.training.iterations and not (folder / "policy").exists():
+        if is_first():
+            export(folder, folder / "policy")
+            console.print(f"{folder}: all iterations were done; wrote policy/")
+        return
     if reached >= recipe.training.iterations:
         raise RecipeError(
             f"{folder}: complete, all {recipe.training.iterations} iterations are done; "
@@ -184,16 +190,15 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
         )
     if not is_first():
         return train(recipe, None, console=console, checkpoint=saved[-1])
-    for change in _changes(load_recipe(folder / "recipe.yaml"), recipe):
+    before = load_recipe(folder / "recipe.yaml")
+    for change in changes(before.model_dump(mode="json"), recipe.model_dump(mode="json")):
         console.print(f"resuming with {change}", highlight=False)
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (folder / name).is_file():
-            kept = [
-                line
-                for line in (folder / name).read_text(encoding="utf-8").splitlines()
-                if json.loads(line)["iteration"] <= reached
-            ]
-            (folder / name).write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            lines = (folder / name).read_text(encoding="utf-8").split("\n")[:-1]  # a last one that was cut has no end
+            kept = "".join(f"{line}\n" for line in lines if json.loads(line)["iteration"] <= reached)
+            (folder / f".{name}").write_text(kept, encoding="utf-8")
+            (folder / f".{name}").replace(folder / name)
     drop_after(folder, reached)
     train(recipe, folder, console=console, checkpoint=saved[-1])
 
@@ -222,7 +227,8 @@ def evaluate_run(folder: Path) -> dict[str, float]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The events of metrics.jsonl; a last line that is being written is left out."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def closing_table(folder: Path, seconds: float) -> Table:
@@ -248,16 +254,6 @@ def closing_table(folder: Path, seconds: float) -> Table:
                 *(f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}" for x in (values[0], values[-1], sum(values) / len(values))),
             )
     return table
-
-
-def _changes(old: Recipe, new: Recipe) -> list[str]:
-    def flat(value: Any, path: str = "") -> dict[str, Any]:
-        if isinstance(value, dict):
-            return {k: v for key, item in value.items() for k, v in flat(item, f"{path}.{key}" if path else key).items()}
-        return {path: value}
-
-    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
-    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in {**before, **after} if before.get(key) != after.get(key)]
 
 
 def _logger(recipe: Recipe, folder: Path, first: int) -> Logger:
