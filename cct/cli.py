@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--runs", metavar="DIR", type=Path, default=Path("runs"), help="where run folders are made (default: runs)"
     )
+    run.add_argument("--into", metavar="FOLDER", type=Path, help="train into this folder, which must not hold anything yet")
     run.add_argument("--dry-run", action="store_true", help="validate and say what would run, without loading a model")
 
     check = add("check", _check, "validate recipes without loading a model")
@@ -110,8 +111,11 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument("axis", choices=("transport",))
     new.add_argument("name")
 
-    evaluate = add("eval", _eval, "greedy evaluation of a finished run, on the held-out problems and the frozen sets")
+    evaluate = add("eval", _eval, "evaluation of a finished run, on the held-out problems and the frozen sets")
     evaluate.add_argument("run", type=Path)
+    evaluate.add_argument("--samples", type=int, default=0, metavar="N", help="sample N responses to each problem as well")
+    evaluate.add_argument("--ks", type=_numbers, default=[1], metavar="K,K", help="the k of pass@k, at most N (default: 1)")
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the metrics there, too")
 
     replay = add("replay", _replay, "recompute the credit of a run's stored rollouts under other transports, and compare")
     replay.add_argument("run", type=Path)
@@ -120,6 +124,17 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     replay.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
+
+    study = add("study", _study, "run a study, recipes times seeds side by side, and its statistics; goes on where it was cut")
+    study.add_argument(
+        "action", nargs="?", default="run", choices=("run", "check", "status", "summary"), help="what to do (default: run)"
+    )
+    study.add_argument("study", metavar="STUDY", type=Path, help="study file, for example recipes/studies/compo.yaml")
+    study.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change a key of the study; may be repeated")
+    study.add_argument("--retry", action="store_true", help="run failed cells again")
+    study.add_argument(
+        "--studies", metavar="DIR", type=Path, default=Path("studies"), help="where study folders are made (default: studies)"
+    )
 
     export = add("export", _export, "write the policy of a run's checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path)
@@ -146,7 +161,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(
             f"{recipe.name}: {training.iterations} iterations of {size}, after {training.critic_warmup} of critic warm-up; "
             f"critic {critic}, transport {recipe.transport.use}, geometry {recipe.geometry.use}; "
-            f"into {arguments.resume or arguments.runs / recipe.name}"
+            f"into {arguments.resume or arguments.into or arguments.runs / recipe.name}"
         )
         return 0
     from rich.console import Console
@@ -160,7 +175,7 @@ def _run(arguments: argparse.Namespace) -> int:
             resume(arguments.resume, recipe, arguments.set, console=console)
         else:
             assert recipe is not None
-            start(recipe, arguments.runs, console=console)
+            start(recipe, arguments.runs, console=console, into=arguments.into)
     except TrainingStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
@@ -272,15 +287,25 @@ def _new(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def _eval(arguments: argparse.Namespace) -> int:
+    import json
+
     from cct.training.rows import TrainingStopped
     from cct.training.run import evaluate_run
 
     try:
-        metrics = evaluate_run(arguments.run)
+        metrics = evaluate_run(arguments.run, arguments.samples, arguments.ks)
     except TrainingStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
+    if arguments.json:
+        unfinished = arguments.json.with_name(f".{arguments.json.name}")
+        unfinished.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(arguments.json)
     width = max(18, *map(len, metrics))
     for name, value in metrics.items():
         print(f"{name:<{width}} {value:.4f}")
@@ -291,6 +316,12 @@ def _replay(arguments: argparse.Namespace) -> int:
     from cct.replay import print_replay
 
     return print_replay(arguments.run, arguments.transport, arguments.plugin)
+
+
+def _study(arguments: argparse.Namespace) -> int:
+    from cct.study.command import command
+
+    return command(arguments.action, arguments.study, arguments.set, arguments.studies, retry=arguments.retry)
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
 from .collect import Collector
 from .export import export
 from .module import CreditModule, RolloutData
+from .pass_at_k import evaluate_sampled
 from .ranks import Ranks
 from .rollouts import drop_after
 from .rows import encode, evaluate, evaluate_frozen
@@ -92,12 +93,19 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
     return Agent(actor, critic, recipe.generation.temperature, bf16=training.precision == "bf16"), tokenizer, reference
 
 
-def start(recipe: Recipe, root: Path, *, console: Console) -> Path | None:
-    """Train into a new folder under `root`, which is returned (None on other processes than the first)."""
+def start(recipe: Recipe, root: Path, *, console: Console, into: Path | None = None) -> Path | None:
+    """Train into a new folder under `root`, or into the folder `into`; returned, None on other processes than the first."""
+    folder: Path | None = None
     try:
-        folder = new_folder(root, recipe.name) if is_first() else None
+        if is_first() and into is not None:
+            into.mkdir(parents=True, exist_ok=True)
+            if any(into.iterdir()):
+                raise RecipeError(f"{into}: something is there already; name a new folder, or go on with --resume")
+            folder = into
+        elif is_first():
+            folder = new_folder(root, recipe.name)
     except OSError as error:
-        raise RecipeError(f"{root}: no folder can be made there ({error})") from None
+        raise RecipeError(f"{into or root}: no folder can be made there ({error})") from None
     try:
         train(recipe, folder, console=console)
     except RecipeError:  # nothing was trained
@@ -203,12 +211,15 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
     train(recipe, folder, console=console, checkpoint=saved[-1])
 
 
-def evaluate_run(folder: Path) -> dict[str, float]:
+def evaluate_run(folder: Path, samples: int = 0, ks: Sequence[int] = (1,)) -> dict[str, float]:
     """Greedy evaluation of a run's exported policy on the held-out problems and on the frozen sets.
 
+    samples: so many responses to each problem are sampled besides, for avg@samples and pass@k of each of `ks`.
     Raises TrainingStopped where evidence fails under `on_error: fail`.
     """
     _quiet()
+    if samples and not (ks and 1 <= min(ks) <= max(ks) <= samples):
+        raise RecipeError(f"pass@k from {samples} samples: each k is from 1 to {samples}; found {', '.join(map(str, ks))}")
     if not (folder / "policy").is_dir():
         raise RecipeError(f"{folder}: no exported policy (policy/); the run has not ended yet")
     path = json.dumps(str((folder / "policy").resolve()))
@@ -220,7 +231,8 @@ def evaluate_run(folder: Path) -> dict[str, float]:
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
     engine = recipe.generation.open(actor, tokenizer)
     try:
-        return evaluate(recipe, engine, tokenizer, Ranks()) | evaluate_frozen(recipe, engine, tokenizer, Ranks())
+        metrics = evaluate(recipe, engine, tokenizer, Ranks()) | evaluate_frozen(recipe, engine, tokenizer, Ranks())
+        return metrics | (evaluate_sampled(recipe, engine, tokenizer, samples, ks) if samples else {})
     finally:
         engine.close()
         close_workers()
