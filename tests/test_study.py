@@ -254,7 +254,7 @@ def test_a_study_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
     (tmp_path / "gate").touch()
 
     runner = cct_study(path)
-    output = runner.communicate(timeout=300)[0]
+    output = runner.communicate()[0]
     assert runner.returncode == 0, output
     study, cells = works(path)
     assert {work.state for work in cells.values()} == {"done"}
@@ -275,7 +275,7 @@ def test_a_study_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
     assert {len(work.events) for work in cells.values()} == {3}
     logs = {place: work.beside("log").read_text() for place, work in cells.items()}
     runner = cct_study(path)
-    assert "differences within seeds" in runner.communicate(timeout=100)[0] and runner.returncode == 0
+    assert "differences within seeds" in runner.communicate()[0] and runner.returncode == 0
     assert logs == {place: work.beside("log").read_text() for place, work in cells.items()}
 
     data["common"]["training"]["learning_rate"] = 1e-3
@@ -289,8 +289,7 @@ def test_a_study_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
 def test_a_failed_cell_stops_no_other_and_an_interrupt_ends_what_runs(tmp_path):
     (tmp_path / "gated.py").write_text(GATED.replace("STOP", "1"))
     (tmp_path / "broken.py").write_text(BROKEN)
-    data = yaml.safe_load(TINY) | {"seeds": [0], "compare": [], "evaluate": {"samples": 4, "ks": [1, 4]}}
-    data["common"]["evaluation"]["frozen"] = {"one": {"use": "chain_arithmetic", "steps": 1, "held_out_size": 8}}
+    data = yaml.safe_load(TINY) | {"seeds": [0], "compare": []}
     data["arms"] = {
         name: {"base": f"{RECIPES}/grpo.yaml", "evidence": yaml.safe_load(f"[{{use: python, path: {name}.py, {INLINE}}}]")}
         for name in ("broken", "gated")
@@ -301,7 +300,7 @@ def test_a_failed_cell_stops_no_other_and_an_interrupt_ends_what_runs(tmp_path):
     while not (tmp_path / "tiny/cells/broken/0.failed").exists():
         time.sleep(0.05)
     runner.send_signal(signal.SIGINT)
-    output = runner.communicate(timeout=100)[0]
+    output = runner.communicate()[0]
     assert runner.returncode == 130 and not alive(process)
     assert "failed  broken seed 0: exit code 1" in output and "RuntimeError: the verifier is broken" in output
     _, cells = works(path)
@@ -309,33 +308,38 @@ def test_a_failed_cell_stops_no_other_and_an_interrupt_ends_what_runs(tmp_path):
 
     (tmp_path / "gate").touch()
     runner = cct_study(path)
-    output = runner.communicate(timeout=200)[0]
+    output = runner.communicate()[0]
     assert runner.returncode == 1 and "--retry" in output, output
     assert {arm: work.state for (arm, _), work in cells.items()} == {"broken": "failed", "gated": "done"}
-    assert commands(cells["broken", 0]) == ["run"] and commands(cells["gated", 0]) == ["run", "run", "eval"]
-    found = cells["gated", 0].evaluation
-    assert found["frozen/accuracy"] == found["frozen/one/accuracy"] and 0 < found["frozen/pass@1"] < found["frozen/pass@4"]
-    assert found["eval/avg@4"] == pytest.approx(found["eval/pass@1"])
+    assert commands(cells["broken", 0]) == ["run"] and commands(cells["gated", 0]) == ["run", "run"]
     results = json.loads((tmp_path / "tiny" / "results.json").read_text())
     assert [(cell["state"], cell["stable"]) for cell in results["cells"]] == [("failed", False), ("done", True)]
 
     (tmp_path / "broken.py").write_text("def score(prompt, response):\n    return 1.0\n")
     runner = cct_study(path, "--retry")
-    output = runner.communicate(timeout=200)[0]
+    output = runner.communicate()[0]
     assert runner.returncode == 0, output
     assert {work.state for work in cells.values()} == {"done"}
 
 
-def test_jobs_of_submitit_run_cells(tmp_path):
+def test_a_job_of_submitit_brings_a_cell_to_its_evaluation(tmp_path):
     pytest.importorskip("submitit")
-    path = study_file(tmp_path, f"seeds: [0]\narms: {{grpo: {{base: {RECIPES}/grpo.yaml}}}}\ncompare: []\nexecutor: slurm")
-    study, recipes = load_study(path)
+    (tmp_path / "even.py").write_text(GATED.replace("STOP", "0"))
+    data = yaml.safe_load(TINY) | {"seeds": [0], "compare": [], "evaluate": {"samples": 4, "ks": [1, 4]}, "executor": "slurm"}
+    data["arms"] = {"grpo": {"base": f"{RECIPES}/grpo.yaml"}}
+    data["common"]["evidence"] = yaml.safe_load(f"[{{use: python, path: even.py, {INLINE}}}]")
+    data["common"]["evaluation"]["frozen"] = {"one": {"use": "chain_arithmetic", "steps": 1, "held_out_size": 8}}
+    study, recipes = load_study(study_file(tmp_path, "", yaml.safe_dump(data)))
     cells = works_of(study, recipes, tmp_path / study.name)
     write_recipes(cells, recipes)
-    submit_cells(study, cells, Console(quiet=True), cluster="local")
-    assert [work.state for work in cells] == ["done"] and commands(cells[0]) == ["run"]
-    submit_cells(study, cells, Console(quiet=True), cluster="local")
-    assert commands(cells[0]) == ["run"]
+    for _ in range(2):  # the second time there is nothing to do
+        submit_cells(study, cells, Console(quiet=True), cluster="local")
+        assert [work.state for work in cells] == ["done"] and commands(cells[0]) == ["run", "eval"]
+    found = cells[0].evaluation
+    assert found["frozen/accuracy"] == found["frozen/one/accuracy"] and 0 < found["frozen/pass@1"] < found["frozen/pass@4"]
+    assert found["eval/avg@4"] == pytest.approx(found["eval/pass@1"])
+    (row,) = [row for row in summarise(study, cells)["arms"] if row["metric"] == "frozen/pass@4"]
+    assert row["mean"] == found["frozen/pass@4"]
 
 
 # --- what it comes to -------------------------------------------------------------------------

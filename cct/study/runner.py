@@ -302,6 +302,8 @@ def submit_cells(study: Study, works: Sequence[Work], console: Console, cluster:
     if cluster == "slurm":
         executor.update_parameters(slurm_array_parallelism=study.jobs)
     left = [work for work in works if work.state not in ("done", "failed")]
+    if not left:
+        return
     until = time.time() + study.hours * 3600 if study.hours else float("inf")
     with executor.batch():
         jobs = [executor.submit(bring_to_its_end, work, study.threads, until) for work in left]
