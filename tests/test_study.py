@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 
 from cct.loading import load_recipe
+from cct.policy import WARM_START_SEED
 from cct.recipe import RecipeError
 from cct.study.command import command
 from cct.study.runner import submit_cells, works_of, write_recipes
@@ -142,12 +143,28 @@ def test_what_is_compared_within_seeds_must_share_warm_start_prompts_and_streams
         assert f"compared within seeds but differ in {differs}:" in problems(study_file(tmp_path, compared, text))
 
 
+def test_what_is_evaluated_and_demonstrated_is_found_before_the_first_cell(tmp_path):
+    path = study_file(tmp_path)
+    _, recipes = load_study(path)
+    look_at_data(recipes)
+    task, warm_start = recipes[Cell("grpo", "", 1)].task, recipes[Cell("grpo", "", 1)].policy.warm_start
+    (text, _), *_ = task.demonstrations(1 + WARM_START_SEED, warm_start.batch_size, 1)
+    files = {"path": tmp_path / "other.jsonl", "held_out_path": tmp_path / "shown.jsonl"}
+    for file, problem in zip(files.values(), ("1+1=", text), strict=True):
+        file.write_text(json.dumps({"prompt": problem, "answer": "1"}) + "\n")
+    data = yaml.safe_load(path.read_text())
+    data["common"]["evaluation"]["frozen"] = {"shown": {"use": "jsonl"} | {key: str(file) for key, file in files.items()}}
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    with pytest.raises(RecipeError, match="cell gae seed 1: evaluation.frozen.shown: 1 evaluation problems"):
+        look_at_data(load_study(path)[1])
+
+
 # --- what is shipped --------------------------------------------------------------------------
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_cell_of_a_shipped_study_is_valid(path):
     study, recipes = load_study(path)
     assert study.name == path.stem and len(recipes) == len(study.cells) > 0
-    look_at_data({cell: recipe for cell, recipe in recipes.items() if cell.seed == study.seeds[0]})
+    look_at_data(recipes)
 
 
 def test_the_main_study_compares_the_shipped_recipes():
@@ -284,6 +301,13 @@ def test_a_study_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
         RecipeError, match=r"cells/grpo/0: was begun with another recipe \(training.learning_rate: 0.0002 -> 0.001\)"
     ):
         command("run", path, [], tmp_path)
+
+
+def test_no_cell_starts_after_the_study_s_hours(tmp_path, capsys):
+    path = study_file(tmp_path)
+    assert command("run", path, ["hours=1.0e-9"], tmp_path) == 1
+    assert "4 waiting of 4 cells" in (output := capsys.readouterr().out) and "cells are left" in output
+    assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
 def test_a_failed_cell_stops_no_other_and_an_interrupt_ends_what_runs(tmp_path):

@@ -176,13 +176,16 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> tuple[Study, dict[C
 
 
 def look_at_data(recipes: Mapping[Cell, Recipe]) -> None:
-    """What `cct check` looks at besides the recipes. Raises RecipeError with every problem of every cell."""
+    """What `cct run` looks at before it loads a model. Raises RecipeError with every problem of every cell."""
     problems: dict[str, None] = {}
+    seen: list[Any] = []  # demonstrations are many, and arms with one seed have the same
     for cell, recipe in recipes.items():
+        demonstrated = (recipe.seed, recipe.task, recipe.policy.warm_start, recipe.evaluation.frozen)
         try:
-            preflight(recipe, demonstrations=False)
+            preflight(recipe, demonstrations=demonstrated not in seen)
         except RecipeError as error:
-            problems |= dict.fromkeys(f"cell {cell.name}: {problem}" for problem in error.problems)
+            problems |= dict.fromkeys(f"cell {cell.name} seed {cell.seed}: {problem}" for problem in error.problems)
+        seen.append(demonstrated)
     if problems:
         raise RecipeError(*problems)
 
