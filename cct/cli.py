@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--profile", action="store_true", help="print where the time goes, and write a trace of one iteration for Perfetto"
     )
+    run.add_argument("--into", metavar="FOLDER", type=Path, help="train into this folder, which must not hold anything yet")
     run.add_argument("--dry-run", action="store_true", help="validate and say what would run, without loading a model")
 
     check = add("check", _check, "validate recipes without loading a model")
@@ -113,8 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument("axis", choices=("transport",))
     new.add_argument("name")
 
-    evaluate = add("eval", _eval, "greedy evaluation of a finished run, on the held-out problems and the frozen sets")
+    evaluate = add("eval", _eval, "evaluation of a finished run, on the held-out problems and the frozen sets")
     evaluate.add_argument("run", type=Path)
+    evaluate.add_argument("--samples", type=int, default=0, metavar="N", help="sample N responses to each problem as well")
+    evaluate.add_argument("--ks", type=_numbers, default=[1], metavar="K,K", help="the k of pass@k, at most N (default: 1)")
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the metrics there, too")
 
     replay = add("replay", _replay, "recompute the credit of a run's stored rollouts under other transports, and compare")
     replay.add_argument("run", type=Path)
@@ -123,6 +127,17 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     replay.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
+
+    study = add("study", _study, "run a study, recipes times seeds side by side, and its statistics; goes on where it was cut")
+    study.add_argument(
+        "action", nargs="?", default="run", choices=("run", "check", "status", "summary"), help="what to do (default: run)"
+    )
+    study.add_argument("study", metavar="STUDY", type=Path, help="study file, for example recipes/studies/compo.yaml")
+    study.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change a key of the study; may be repeated")
+    study.add_argument("--retry", action="store_true", help="run failed cells again")
+    study.add_argument(
+        "--studies", metavar="DIR", type=Path, default=Path("studies"), help="where study folders are made (default: studies)"
+    )
 
     export = add("export", _export, "write the policy of a run's checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path)
@@ -149,7 +164,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(
             f"{recipe.name}: {training.iterations} iterations of {size}, after {training.critic_warmup} of critic warm-up; "
             f"critic {critic}, transport {recipe.transport.use}, geometry {recipe.geometry.use}; "
-            f"into {arguments.resume or arguments.runs / recipe.name}"
+            f"into {arguments.resume or arguments.into or arguments.runs / recipe.name}"
         )
         return 0
     if arguments.profile:  # read when torch is imported: its profiler says on stderr that it starts and stops
@@ -165,7 +180,7 @@ def _run(arguments: argparse.Namespace) -> int:
             resume(arguments.resume, recipe, arguments.set, console=console, profile=arguments.profile)
         else:
             assert recipe is not None
-            start(recipe, arguments.runs, console=console, profile=arguments.profile)
+            start(recipe, arguments.runs, console=console, into=arguments.into, profile=arguments.profile)
     except TrainingStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
@@ -277,15 +292,25 @@ def _new(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def _eval(arguments: argparse.Namespace) -> int:
+    import json
+
     from cct.training.rows import TrainingStopped
     from cct.training.run import evaluate_run
 
     try:
-        metrics = evaluate_run(arguments.run)
+        metrics = evaluate_run(arguments.run, arguments.samples, arguments.ks)
     except TrainingStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
+    if arguments.json:
+        unfinished = arguments.json.with_name(f".{arguments.json.name}")
+        unfinished.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(arguments.json)
     width = max(18, *map(len, metrics))
     for name, value in metrics.items():
         print(f"{name:<{width}} {value:.4f}")
@@ -296,6 +321,12 @@ def _replay(arguments: argparse.Namespace) -> int:
     from cct.replay import print_replay
 
     return print_replay(arguments.run, arguments.transport, arguments.plugin)
+
+
+def _study(arguments: argparse.Namespace) -> int:
+    from cct.study.command import command
+
+    return command(arguments.action, arguments.study, arguments.set, arguments.studies, retry=arguments.retry)
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -21,16 +21,17 @@ from cct.recipe import Plugin, Recipe, RecipeError
 from cct.registry import REGISTRIES, Component, Knobs, PluginError, Registry, load_entry_points, load_plugin
 
 Key = tuple[str | int, ...]
+K = TypeVar("K", bound=Knobs)
 
 
-class _Source:
-    """Plain data, and for each key path the place where it was written."""
+class Source:
+    """Plain data as it was written, and for each key path the place where it was."""
 
     def __init__(self, data: Any = None, marks: dict[Key, str] | None = None):
         self.data = data if data is not None else {}
         self.marks = marks or {}
 
-    def lay_over(self, base: _Source) -> _Source:
+    def lay_over(self, base: Source) -> Source:
         marks = dict(base.marks)
 
         def merge(low: Any, high: Any, path: Key) -> Any:
@@ -62,7 +63,14 @@ class _Source:
                 del marks[key]
             return high
 
-        return _Source(merge(base.data, self.data, ()), marks | self.marks)
+        return Source(merge(base.data, self.data, ()), marks | self.marks)
+
+    def section(self, *path: str | int) -> Source:
+        """What stands at a key path, with its marks."""
+        data, size = self.data, len(path)
+        for key in path:
+            data = data[key]
+        return Source(data, {key[size:]: mark for key, mark in self.marks.items() if key[:size] == path and len(key) > size})
 
     def mark(self, path: Sequence[str | int]) -> str:
         """`file, line N: ` of the longest written prefix of a key path."""
@@ -76,7 +84,8 @@ def dotted(path: Sequence[str | int]) -> str:
     return ".".join(map(str, path))
 
 
-def _read_yaml(path: Path) -> _Source:
+def read_yaml(path: Path) -> Source:
+    """A YAML file that holds a mapping. Raises RecipeError with the line of what cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -97,10 +106,8 @@ def _read_yaml(path: Path) -> _Source:
         at = f", line {mark.line + 1}" if mark is not None else ""
         raise RecipeError(f"{path}{at}: not YAML ({getattr(error, 'problem', None) or error})") from None
     if not isinstance(data, dict):
-        raise RecipeError(
-            f"{path}: a recipe is a mapping of sections; found {'nothing' if data is None else type(data).__name__}"
-        )
-    return _Source(data, marks)
+        raise RecipeError(f"{path}: expected a mapping of sections; found {'nothing' if data is None else type(data).__name__}")
+    return Source(data, marks)
 
 
 class _Loader(yaml.SafeLoader):
@@ -136,25 +143,27 @@ def _walk(node: yaml.Node, keys: Key, marks: dict[Key, str], path: Path, above: 
             _walk(item, (*keys, index), marks, path, (*above, node))
 
 
-def _with_bases(path: Path, above: tuple[Path, ...] = ()) -> _Source:
-    source, above = _read_yaml(path), (*above, path.resolve())
-    if isinstance(source.data.get("plugins"), list):  # relative to the file that names them
-        source.data["plugins"] = [_absolute_plugin(entry, path.parent) for entry in source.data["plugins"]]
-    if isinstance(source.data.get("evidence"), list):  # so are files with code of evidence
-        source.data["evidence"] = [_absolute_python(entry, path.parent) for entry in source.data["evidence"]]
-    base = source.data.pop("base", None)
+def with_bases(source: Source, path: Path, above: tuple[Path, ...] = ()) -> Source:
+    """A recipe, or a section of the file `path` that is one, laid over the bases that it names; paths made absolute.
+
+    Raises RecipeError where a base is missing, or they go round in a circle.
+    """
+    above, data = (*above, path.resolve()), dict(source.data)
+    if isinstance(data.get("plugins"), list):  # relative to the file that names them
+        data["plugins"] = [_absolute_plugin(entry, path.parent) for entry in data["plugins"]]
+    if isinstance(data.get("evidence"), list):  # so are files with code of evidence
+        data["evidence"] = [_absolute_python(entry, path.parent) for entry in data["evidence"]]
+    base, own = data.pop("base", None), Source(data, source.marks)
     if base is None:
-        return source
+        return own
     if not isinstance(base, str):
-        raise RecipeError(f"{source.mark(('base',))}base must name one YAML file; found {base!r}")
+        raise RecipeError(f"{own.mark(('base',))}base must name one YAML file; found {base!r}")
     target = path.parent / base
     if not target.is_file():
-        raise RecipeError(f"{source.mark(('base',))}base: {target}: no such file")
+        raise RecipeError(f"{own.mark(('base',))}base: {target}: no such file")
     if target.resolve() in above:
-        raise RecipeError(
-            f"{source.mark(('base',))}bases go round in a circle: {' -> '.join(p.name for p in (*above, target))}"
-        )
-    return source.lay_over(_with_bases(target, above))
+        raise RecipeError(f"{own.mark(('base',))}bases go round in a circle: {' -> '.join(p.name for p in (*above, target))}")
+    return own.lay_over(with_bases(read_yaml(target), target, above))
 
 
 def _absolute_plugin(entry: Any, folder: Path) -> Any:
@@ -170,7 +179,8 @@ def _absolute_python(entry: Any, folder: Path) -> Any:
     return entry
 
 
-def _override(text: str) -> _Source:
+def override(text: str) -> Source:
+    """The layer that a `--set a.b=value` is. Raises RecipeError where it is none."""
     key, equals, value = text.partition("=")
     keys = key.strip().split(".")
     if not equals or not all(keys):
@@ -184,7 +194,7 @@ def _override(text: str) -> _Source:
     for name in reversed(keys):
         data = {name: data}
     path = tuple(int(k) if k.isdecimal() else k for k in keys)
-    return _Source(data, {path[: i + 1]: f"--set {text}" for i in range(len(path))})
+    return Source(data, {path[: i + 1]: f"--set {text}" for i in range(len(path))})
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -193,15 +203,25 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises RecipeError with every problem found. An error inside a plug-in passes through with its own
     traceback, noted with the recipe's line.
     """
-    source = _with_bases(Path(path))
+    source = with_bases(read_yaml(Path(path)), Path(path))
     for text in overrides:
-        source = _override(text).lay_over(source)
+        source = override(text).lay_over(source)
+    return recipe_of(source, Path(path))
+
+
+def recipe_of(source: Source, path: Path) -> Recipe:
+    """The recipe that was written, its plug-ins imported; `path` stands in messages about what was not. As `load_recipe`."""
     load_entry_points()
     source.data["plugins"] = _import_plugins(source)
+    return validated(Recipe, source, path)
+
+
+def validated(model: type[K], source: Source, path: Path) -> K:
+    """What was written, as a model. Raises RecipeError with every problem, each with its place."""
     try:
-        return Recipe.model_validate(source.data)
+        return model.model_validate(source.data)
     except ValidationError as error:
-        raise RecipeError(*(_describe(problem, source, Path(path)) for problem in _joined(error.errors()))) from None
+        raise RecipeError(*(_describe(problem, source, path, model) for problem in _joined(error.errors()))) from None
 
 
 def read_part(axis: str, written: str, overrides: Sequence[str] = ()) -> Component:
@@ -213,9 +233,9 @@ def read_part(axis: str, written: str, overrides: Sequence[str] = ()) -> Compone
         data = yaml.safe_load(written)
     except (yaml.YAMLError, ValueError) as error:
         raise RecipeError(f"{axis} {written}: not YAML ({getattr(error, 'problem', None) or error})") from None
-    source = _Source({axis: data})
+    source = Source({axis: data})
     for text in overrides:
-        source = _override(f"{axis}.{text}").lay_over(source)
+        source = override(f"{axis}.{text}").lay_over(source)
     registry = REGISTRIES[axis]
     try:
         adapter: TypeAdapter[Component] = TypeAdapter(Annotated[registry.base, registry])  # type: ignore[arg-type]
@@ -228,7 +248,7 @@ def read_part(axis: str, written: str, overrides: Sequence[str] = ()) -> Compone
         raise RecipeError(*problems) from None
 
 
-def _import_plugins(source: _Source) -> list[dict[str, Any]]:
+def _import_plugins(source: Source) -> list[dict[str, Any]]:
     entries = source.data.get("plugins")
     entries = [] if entries is None else entries
     if not isinstance(entries, list):
@@ -267,9 +287,9 @@ def _joined(problems: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _describe(problem: Any, source: _Source, path: Path) -> str:
+def _describe(problem: Any, source: Source, path: Path, model: type[Knobs]) -> str:
     keys = problem["loc"]
-    purpose = _purpose(keys, source.data)
+    purpose = _purpose(keys, source.data, model)
     where = source.mark(keys) or f"{path}: "
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
@@ -281,9 +301,9 @@ def _describe(problem: Any, source: _Source, path: Path) -> str:
     return f"{where}{dotted(keys)}: {message[:1].lower()}{message[1:]}{shown}. {purpose}".rstrip()
 
 
-def _purpose(keys: Sequence[str | int], data: Any) -> str:
-    """The docstring of the knob at a key path, where there is one."""
-    knobs: Any = Recipe
+def _purpose(keys: Sequence[str | int], data: Any, model: type[Knobs]) -> str:
+    """The docstring of the knob at a key path of a model, where there is one."""
+    knobs: Any = model
     description, registry = "", None
     for key in keys:
         try:
@@ -301,6 +321,14 @@ def _purpose(keys: Sequence[str | int], data: Any) -> str:
         if registry is not None and name in registry.names():
             knobs = registry[name]
     return description
+
+
+def changes(old: Any, new: Any, path: str = "") -> list[str]:
+    """`a.b: 1 -> 2` for every value in which two dumps of a recipe differ."""
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return [f"{path}: {old} -> {new}"] if old != new else []
+    keys = {**old, **new}
+    return [line for key in keys for line in changes(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))]
 
 
 def dump_recipe(recipe: Recipe) -> str:

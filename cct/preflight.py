@@ -30,8 +30,7 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> None:
 def trained_on(recipe: Recipe, demonstrations: bool = True) -> set[str]:
     """The text of every prompt that the run will draw, the warm start's demonstrations included or not."""
     training, warm_start = recipe.training, recipe.policy.warm_start
-    rounds = training.critic_warmup + training.iterations
-    texts = {prompt.text for prompt in recipe.task.prompts(recipe.seed, 0, rounds * training.prompts_per_iteration)}
+    texts = {prompt.text for prompt in recipe.prompts(1 - training.critic_warmup, training.iterations)}
     if warm_start is not None and demonstrations:
         count = warm_start.steps * warm_start.batch_size
         texts |= {text for text, _ in recipe.task.demonstrations(recipe.seed + WARM_START_SEED, 0, count)}

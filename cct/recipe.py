@@ -12,8 +12,11 @@ from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries
 from cct.policy import Generation, Policy, engines, policies
 from cct.registry import REGISTRIES, Component, Knobs
+from cct.rollout import Prompt
 from cct.task import Task, tasks
 from cct.transport import Transport, Wrapper, transports
+
+CRITIC_WARMUP_SEED = 2_000_003  # added to the recipe's for the prompts on which only the critic learns
 
 
 class RecipeError(ValueError):
@@ -207,6 +210,22 @@ class Recipe(Knobs):
         """Least and greatest reward of a response."""
         ends = [sorted(bound * part.weight for bound in part.bounds) for part in self.evidence]
         return sum(low for low, _ in ends), sum(high for _, high in ends)
+
+    def prompts(self, first: int, last: int) -> list[Prompt]:
+        """Training prompts of iterations `first` to `last`.
+
+        The critic's warm-up, 0 and below, has a stream of its own, so that recipes with and without one see the same prompts
+        in iteration 1, 2, ...
+        """
+        each, before = self.training.prompts_per_iteration, self.training.critic_warmup
+        drawn: list[Prompt] = []
+        if first < 1:
+            count = min(last, 0) - first + 1
+            drawn += self.task.prompts(self.seed + CRITIC_WARMUP_SEED, (first - 1 + before) * each, count * each)
+        if last > 0:
+            start = max(first, 1)
+            drawn += self.task.prompts(self.seed, (start - 1) * each, (last - start + 1) * each)
+        return drawn
 
     def needs(self, what: str) -> bool:
         """Whether any part does."""

@@ -325,8 +325,9 @@ def _module_file(name: str) -> Path | None:
 
 def load_entry_points() -> None:
     """Import the components that installed packages announce under `cct.<axis>`."""
+    announced = entry_points()  # one look at every installed package
     for axis in REGISTRIES:
-        for entry in entry_points(group=f"cct.{axis}"):
+        for entry in announced.select(group=f"cct.{axis}"):
             try:
                 entry.load()
             except Exception as error:

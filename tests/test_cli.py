@@ -23,7 +23,7 @@ from cct.loading import json_schema, load_recipe
 from cct.registry import REGISTRIES
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "studies")
 COMPO, GRPO = ROOT / "recipes" / "compo.yaml", ROOT / "recipes" / "grpo.yaml"
 
 HALF_LIFE = '''

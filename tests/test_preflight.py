@@ -114,7 +114,7 @@ def test_what_the_critic_warms_up_on_and_what_is_demonstrated_counts(tmp_path):
     recipe = load_recipe(over(tmp_path, small + warm))
     drawn = trained_on(recipe)
     assert len(drawn) == 8 + 20
-    demonstrated = min(drawn - {prompt.text for prompt in recipe.task.prompts(0, 0, 8)})
+    demonstrated = min(drawn - {prompt.text for prompt in recipe.prompts(-2, 1)})
     jsonl(tmp_path, "z.jsonl", "z")
     (problem,) = checked(over(tmp_path, small + warm + frozen(set=evaluates_on(tmp_path, demonstrated))))
     assert f"e.g. '{demonstrated}'" in problem

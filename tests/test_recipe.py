@@ -551,3 +551,16 @@ def test_an_error_of_a_plugin_passes_with_the_recipes_line(tmp_path, code, error
     assert [
         note for note in caught.value.__notes__ if note.startswith(f"{path}, line 2: ") and "mine.py failed to import" in note
     ]
+
+
+# --- prompts ----------------------------------------------------------------------------------
+def test_a_critic_s_warm_up_does_not_shift_the_prompts_of_training():
+    small = ["training.prompts_per_iteration=2", "training.minibatch_size=32"]
+    without, with_one = load_recipe(RECIPES / "grpo.yaml", small), load_recipe(RECIPES / "gae.yaml", small)
+    assert (without.training.critic_warmup, with_one.training.critic_warmup) == (0, 6)
+    assert without.prompts(1, 3) == with_one.prompts(1, 3) == without.task.prompts(0, 0, 6)
+    warmup = with_one.prompts(-5, 0)
+    assert len(warmup) == 12 and not {p.text for p in warmup} & {p.text for p in with_one.prompts(1, 30)}
+    whole = with_one.prompts(-5, 30)
+    assert whole == warmup + with_one.prompts(1, 30)
+    assert whole == [prompt for n in range(-5, 31) for prompt in with_one.prompts(n, n)]

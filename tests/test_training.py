@@ -4,6 +4,7 @@ import io
 import json
 import multiprocessing
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from cct.cli import main
 from cct.evidence import Evidence, close_workers
 from cct.evidence.exact_match import ExactMatch
 from cct.evidence.python import PythonFunction
-from cct.loading import load_recipe
+from cct.loading import dump_recipe, load_recipe
 from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response, derive_seed
 from cct.training.callbacks import checkpoints
@@ -232,6 +233,38 @@ def test_resuming_drops_events_after_the_checkpoint_and_makes_them_again(tmp_pat
     resume(folder, None, ["training.iterations=3"], console=Console(file=io.StringIO()))
     events = [e for e in read_metrics(folder) if e["iteration"] == 3]
     assert len(events) == 1 and events[0]["train/reward"] >= 0
+
+
+def test_resuming_drops_lines_that_were_cut_and_checkpoints_that_were_not_finished(tmp_path):
+    folder = run(tiny("grpo"), tmp_path)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"iteration": 3, "prom')
+    (folder / "checkpoints" / ".000003.ckpt").write_bytes(b"cut")
+    assert [e["iteration"] for e in read_metrics(folder)] == [0, 1, 2]
+    resume(folder, None, ["training.iterations=3"], console=Console(file=io.StringIO()))
+    assert [e["iteration"] for e in read_metrics(folder)] == [0, 1, 2, 3]
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert {sample["iteration"] for sample in samples} == {1, 2, 3}
+    assert not [path.name for path in folder.rglob(".*")]  # nothing unfinished is left
+
+
+def test_a_run_that_was_cut_before_its_export_is_exported(tmp_path):
+    folder = run(tiny("grpo"), tmp_path)
+    weights = (folder / "policy" / "model.safetensors").read_bytes()
+    shutil.rmtree(folder / "policy")
+    assert main(["run", "--resume", str(folder)]) == 0
+    assert (folder / "policy" / "model.safetensors").read_bytes() == weights
+
+
+def test_a_run_into_a_given_folder(tmp_path, capsys):
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(dump_recipe(tiny("grpo", "training.iterations=1")))
+    folder = tmp_path / "here" / "it"
+    assert main(["run", str(recipe), "--into", str(folder)]) == 0
+    assert (folder / "policy").is_dir() and (folder / "metrics.jsonl").is_file()
+    assert main(["run", str(recipe), "--into", str(folder)]) == 2
+    assert f"{folder}: something is there already" in capsys.readouterr().err and (folder / "policy").is_dir()
 
 
 def test_resuming_a_complete_run_is_refused(tmp_path):
@@ -462,6 +495,24 @@ def test_frozen_sets_are_read_by_eval_alone_and_averaged(tmp_path, capsys):
     assert f"frozen/four/accuracy {found['frozen/four/accuracy']:.4f}" in " ".join(capsys.readouterr().out.split())
 
 
+def test_samples_are_evaluated_by_pass_at_k(tmp_path, capsys):
+    (tmp_path / "odd.py").write_text("def score(prompt, response):\n    return float(sum(response.tokens) % 2)\n")
+    one = "evaluation.frozen={one: {use: chain_arithmetic, steps: 1, held_out_size: 7}}"
+    odd = f"evidence=[{{use: python, path: {tmp_path / 'odd.py'}, workers: 0, time_limit: null}}]"
+    folder = run(tiny("grpo", "training.iterations=1", one, odd), tmp_path)
+    assert main(["eval", str(folder), "--samples", "6", "--ks", "1,2,6", "--json", str(tmp_path / "eval.json")]) == 0
+    found = json.loads((tmp_path / "eval.json").read_text())
+    assert found["eval/accuracy"] == read_metrics(folder)[-1]["eval/accuracy"]  # the greedy one, as without samples
+    for name in ("eval", "frozen/one"):  # an untrained policy is right half of the time, whatever the problem
+        assert found[f"{name}/avg@6"] == pytest.approx(found[f"{name}/pass@1"])
+        assert 0.2 < found[f"{name}/pass@1"] < found[f"{name}/pass@2"] < found[f"{name}/pass@6"] <= 1
+        assert found[f"{name}/pass@2"] == pytest.approx(1 - (1 - found[f"{name}/pass@1"]) ** 2, abs=0.15)
+    assert found["frozen/pass@2"] == found["frozen/one/pass@2"]
+    assert evaluate_run(folder, 6, [1, 2, 6]) == found  # sampled from the recipe's seed
+    assert main(["eval", str(folder), "--samples", "2", "--ks", "4"]) == 2
+    assert "each k is from 1 to 2; found 4" in capsys.readouterr().err
+
+
 def test_an_evaluation_whose_evidence_fails_ends_with_1(tmp_path, capsys):
     folder = run(tiny("grpo", "training.iterations=1"), tmp_path)
     keys = yaml.safe_load((folder / "recipe.yaml").read_text())
@@ -513,6 +564,23 @@ def test_a_warm_start_is_trained_once_and_then_read_from_the_cache(tmp_path, mon
     assert_same_tensors(dict(first.state_dict()), dict(again.state_dict()))
     warm_start(recipe.policy, recipe.task, 1, report)
     assert steps == [1, 2, 3, 1, 2, 3]  # another seed is another warm start
+
+
+def steps_of_a_warm_start(meeting: Path, number: int) -> int:
+    """In a process: how many steps it computed, of a warm start that another process wants at the same time."""
+    recipe, steps = tiny("grpo", "policy.warm_start={steps: 30, batch_size: 32}"), []
+    (meeting / f"{number}").touch()
+    while len(list(meeting.iterdir())) < 2:
+        time.sleep(0.01)
+    warm_start(recipe.policy, recipe.task, 0, lambda step, total, loss: steps.append(step))
+    return len(steps)
+
+
+def test_processes_that_want_one_warm_start_compute_it_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("CCT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "meeting").mkdir()
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert sorted(pool.starmap(steps_of_a_warm_start, [(tmp_path / "meeting", 0), (tmp_path / "meeting", 1)])) == [0, 30]
 
 
 def test_recomputed_activations_change_no_weight(tmp_path):

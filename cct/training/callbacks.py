@@ -25,7 +25,7 @@ from .ranks import Ranks
 from .rollouts import store
 from .rows import evaluate
 
-KEEP_CHECKPOINTS = 2  # the newest, and one before it should the newest be cut short
+KEEP_CHECKPOINTS = 2  # the newest, and one before it
 
 
 class JsonLinesLogger(Logger):
@@ -110,15 +110,22 @@ class Recorder(Callback):
                     file.write(json.dumps({"iteration": iteration, **asdict(sample)}, ensure_ascii=False) + "\n")
             store(ended.rollout, self.folder, iteration, self.recipe.logging)
         if last or (iteration > 0 and iteration % self.recipe.training.checkpoint_every == 0):
-            trainer.save_checkpoint(self.folder / "checkpoints" / f"{iteration:06d}.ckpt")
+            whole = self.folder / "checkpoints" / f"{iteration:06d}.ckpt"
+            unfinished = whole.with_name(f".{whole.name}")  # a run may be killed at any time
+            trainer.save_checkpoint(unfinished)
+            if trainer.is_global_zero:
+                _put(unfinished, whole)
             for old in checkpoints(self.folder)[:-KEEP_CHECKPOINTS] if trainer.is_global_zero else []:
-                shutil.rmtree(old) if old.is_dir() else old.unlink()  # DeepSpeed's are folders
+                _remove(old)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Export while every process still holds its part of the weights."""
         assert isinstance(module, CreditModule)
         self.display.show(stage="export")
-        save(module.agent.actor, self.tokenizer, self.folder / "policy" if trainer.is_global_zero else None)
+        unfinished = self.folder / ".policy"
+        save(module.agent.actor, self.tokenizer, unfinished if trainer.is_global_zero else None)
+        if trainer.is_global_zero:
+            _put(unfinished, self.folder / "policy")
 
     def _evaluate(self, trainer: Trainer) -> dict[str, float]:
         data = trainer.datamodule  # type: ignore[attr-defined]
@@ -134,6 +141,17 @@ class Recorder(Callback):
             logger.log_metrics(metrics, step=iteration)
             logger.save()
         self.display.iteration(iteration, metrics)
+
+
+def _put(unfinished: Path, place: Path) -> None:
+    """Move a file or folder to its place, which it takes from an older one."""
+    if place.exists():
+        _remove(place)
+    unfinished.rename(place)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()  # DeepSpeed's checkpoints are folders
 
 
 class Display:

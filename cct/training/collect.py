@@ -122,9 +122,7 @@ class Collector:
             clock.append((name, time.perf_counter()))
 
         seed = lambda purpose: derive_seed(recipe.seed, purpose, iteration)  # noqa: E731
-        each = recipe.training.prompts_per_iteration
-        start = (iteration - 1 + recipe.training.critic_warmup) * each  # the warm-up draws from the stream first
-        prompts = recipe.task.prompts(recipe.seed, start, each)
+        prompts = recipe.prompts(iteration, iteration)
         rows, errors = sample_rows(recipe, self.engine, self.tokenizer, prompts, seed("sample"), ranks, stage)
         baselines: list[float] | None = None
         if recipe.needs("greedy"):

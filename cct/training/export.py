@@ -36,7 +36,9 @@ def export(run: Path, folder: Path, iteration: int | None = None) -> Path:
     if recipe.policy.lora:
         add_lora(actor, **recipe.policy.lora.model_dump())
     actor.load_state_dict(actor_weights(checkpoint))
-    save(actor, tokenizer, folder)
+    unfinished = folder.with_name(f".{folder.name}")
+    save(actor, tokenizer, unfinished)
+    unfinished.rename(folder)  # whole or not at all
     return checkpoint
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cct.evidence import close_workers
-from cct.loading import dump_recipe, load_recipe
+from cct.loading import changes, dump_recipe, load_recipe
 from cct.policy.weights import add_lora, without_dropout
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import derive_seed
@@ -30,7 +30,9 @@ from cct.rollout import derive_seed
 from .agent import Agent
 from .callbacks import Display, JsonLinesLogger, Recorder, checkpoints
 from .collect import Collector
+from .export import export
 from .module import CreditModule, RolloutData
+from .pass_at_k import evaluate_sampled
 from .profile import Profile
 from .ranks import Ranks
 from .rollouts import drop_after
@@ -38,7 +40,7 @@ from .rows import encode, evaluate, evaluate_frozen
 from .strategies import strategy_of
 from .warm_start import warm_start
 
-LOOK_AHEAD = 2048  # training prompts whose length is looked at before the run; later ones when their turn comes
+LOOK_AHEAD = 2048  # training prompts, the warm-up's besides, that are measured before the run; others when their turn comes
 
 
 def new_folder(root: Path, name: str) -> Path:
@@ -71,8 +73,8 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
             statistic.fits(text.num_hidden_layers, text.num_attention_heads)
     except (ValueError, OSError) as error:
         raise RecipeError(str(error)) from error
-    drawn = (training.critic_warmup + training.iterations) * training.prompts_per_iteration
-    encode(recipe, actor, tokenizer, recipe.task.prompts(recipe.seed, 0, min(drawn, LOOK_AHEAD)))
+    last = min(training.iterations, max(1, LOOK_AHEAD // training.prompts_per_iteration))
+    encode(recipe, actor, tokenizer, recipe.prompts(1 - training.critic_warmup, last))
     without_dropout(actor).train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(recipe.seed, "critic"))
@@ -94,12 +96,19 @@ def build(recipe: Recipe, report: Any = lambda *a: None) -> tuple[Agent, PreTrai
     return agent, tokenizer, reference
 
 
-def start(recipe: Recipe, root: Path, *, console: Console, profile: bool = False) -> Path | None:
-    """Train into a new folder under `root`, which is returned (None on other processes than the first)."""
+def start(recipe: Recipe, root: Path, *, console: Console, into: Path | None = None, profile: bool = False) -> Path | None:
+    """Train into a new folder under `root`, or into the folder `into`; returned, None on other processes than the first."""
+    folder: Path | None = None
     try:
-        folder = new_folder(root, recipe.name) if is_first() else None
+        if is_first() and into is not None:
+            into.mkdir(parents=True, exist_ok=True)
+            if any(into.iterdir()):
+                raise RecipeError(f"{into}: something is there already; name a new folder, or go on with --resume")
+            folder = into
+        elif is_first():
+            folder = new_folder(root, recipe.name)
     except OSError as error:
-        raise RecipeError(f"{root}: no folder can be made there ({error})") from None
+        raise RecipeError(f"{into or root}: no folder can be made there ({error})") from None
     try:
         train(recipe, folder, console=console, profile=profile)
     except RecipeError:  # nothing was trained
@@ -181,8 +190,8 @@ def train(
 def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, console: Console, profile: bool = False) -> None:
     """Go on from the newest checkpoint of a run, under its own recipe or a given one.
 
-    Events after the checkpoint are dropped from the logs: they are made again. Raises RecipeError where
-    there is nothing to resume.
+    Events after the checkpoint are dropped from the logs: they are made again. A run that was cut between its last
+    checkpoint and the export is exported. Raises RecipeError where there is nothing to resume.
     """
     if not (folder / "recipe.yaml").is_file():
         raise RecipeError(f"{folder}: not a run folder (no recipe.yaml)")
@@ -191,6 +200,11 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
         raise RecipeError(f"{folder}: no checkpoint was taken yet; start the recipe again")
     recipe = recipe or load_recipe(folder / "recipe.yaml", overrides)
     reached = int(saved[-1].stem)
+    if reached >= recipe.training.iterations and not (folder / "policy").exists():
+        if is_first():
+            export(folder, folder / "policy")
+            console.print(f"{folder}: all iterations were done; wrote policy/")
+        return
     if reached >= recipe.training.iterations:
         raise RecipeError(
             f"{folder}: complete, all {recipe.training.iterations} iterations are done; "
@@ -198,26 +212,28 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
         )
     if not is_first():
         return train(recipe, None, console=console, checkpoint=saved[-1], profile=profile)
-    for change in _changes(load_recipe(folder / "recipe.yaml"), recipe):
+    before = load_recipe(folder / "recipe.yaml")
+    for change in changes(before.model_dump(mode="json"), recipe.model_dump(mode="json")):
         console.print(f"resuming with {change}", highlight=False)
     for name in ("metrics.jsonl", "samples.jsonl"):
         if (folder / name).is_file():
-            kept = [
-                line
-                for line in (folder / name).read_text(encoding="utf-8").splitlines()
-                if json.loads(line)["iteration"] <= reached
-            ]
-            (folder / name).write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            lines = (folder / name).read_text(encoding="utf-8").split("\n")[:-1]  # a last one that was cut has no end
+            kept = "".join(f"{line}\n" for line in lines if json.loads(line)["iteration"] <= reached)
+            (folder / f".{name}").write_text(kept, encoding="utf-8")
+            (folder / f".{name}").replace(folder / name)
     drop_after(folder, reached)
     train(recipe, folder, console=console, checkpoint=saved[-1], profile=profile)
 
 
-def evaluate_run(folder: Path) -> dict[str, float]:
+def evaluate_run(folder: Path, samples: int = 0, ks: Sequence[int] = (1,)) -> dict[str, float]:
     """Greedy evaluation of a run's exported policy on the held-out problems and on the frozen sets.
 
+    samples: so many responses to each problem are sampled besides, for avg@samples and pass@k of each of `ks`.
     Raises TrainingStopped where evidence fails under `on_error: fail`.
     """
     _quiet()
+    if samples and not (ks and 1 <= min(ks) <= max(ks) <= samples):
+        raise RecipeError(f"pass@k from {samples} samples: each k is from 1 to {samples}; found {', '.join(map(str, ks))}")
     if not (folder / "policy").is_dir():
         raise RecipeError(f"{folder}: no exported policy (policy/); the run has not ended yet")
     path = json.dumps(str((folder / "policy").resolve()))
@@ -229,14 +245,16 @@ def evaluate_run(folder: Path) -> dict[str, float]:
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
     engine = recipe.generation.open(actor, tokenizer)
     try:
-        return evaluate(recipe, engine, tokenizer, Ranks()) | evaluate_frozen(recipe, engine, tokenizer, Ranks())
+        metrics = evaluate(recipe, engine, tokenizer, Ranks()) | evaluate_frozen(recipe, engine, tokenizer, Ranks())
+        return metrics | (evaluate_sampled(recipe, engine, tokenizer, samples, ks) if samples else {})
     finally:
         engine.close()
         close_workers()
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The events of metrics.jsonl; a last line that is being written is left out."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
 
 
 def closing_table(folder: Path, seconds: float) -> Table:
@@ -262,16 +280,6 @@ def closing_table(folder: Path, seconds: float) -> Table:
                 *(f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}" for x in (values[0], values[-1], sum(values) / len(values))),
             )
     return table
-
-
-def _changes(old: Recipe, new: Recipe) -> list[str]:
-    def flat(value: Any, path: str = "") -> dict[str, Any]:
-        if isinstance(value, dict):
-            return {k: v for key, item in value.items() for k, v in flat(item, f"{path}.{key}" if path else key).items()}
-        return {path: value}
-
-    before, after = flat(old.model_dump(mode="json")), flat(new.model_dump(mode="json"))
-    return [f"{key}: {before.get(key)} -> {after.get(key)}" for key in {**before, **after} if before.get(key) != after.get(key)]
 
 
 def _logger(recipe: Recipe, folder: Path, first: int) -> Logger:

@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from hashlib import sha256
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cct.policy import WARM_START_SEED, Policy, WarmStart
@@ -46,21 +46,20 @@ def warm_start(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the policy and, where it says so, its warm start, from the cache if it is there.
 
-    report: called with (step, steps, loss) after every step. The cache entry appears whole or not at all.
+    report: called with (step, steps, loss) after every step. The cache entry appears whole or not at all; of processes that
+    want the same one, the first computes it and the others wait.
     """
     model, tokenizer = policy.load(alphabet=task.alphabet, seed=seed)
     if policy.warm_start is None:
         return model, tokenizer
     entry = cache_folder() / "warm_start" / warm_start_key(policy, task, seed)
-    if not entry.is_dir():
-        _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(dir=entry.parent))
-        model.save_pretrained(unfinished)
-        try:
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{entry}.lock"):  # let go by the system where its holder is killed
+        if not entry.is_dir():
+            _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
+            unfinished = Path(tempfile.mkdtemp(dir=entry.parent))
+            model.save_pretrained(unfinished)
             unfinished.rename(entry)
-        except OSError:  # another process was faster; its entry holds the same
-            shutil.rmtree(unfinished)
     return tappable(AutoModelForCausalLM.from_pretrained(entry, dtype=model.dtype)), tokenizer
 
 

@@ -1,0 +1,1 @@
+"""Studies: recipes times seeds, run side by side and resumable, then statistics."""

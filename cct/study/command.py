@@ -1,0 +1,80 @@
+"""`cct study`: run, check, status, summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from cct.recipe import RecipeError
+from cct.registry import optional
+
+from .runner import Work, run_cells, show_status, status_table, submit_cells, works_of, write_recipes
+from .study import Study, dump_study, load_study, look_at_data
+from .summary import print_tables, summarise, write
+
+WIDTH = 120  # of tables, where the terminal does not say
+
+
+def command(action: str, path: Path, overrides: Sequence[str], root: Path, *, retry: bool = False) -> int:
+    """Returns 0, or 1 where cells of `run` have failed or are left. Raises RecipeError."""
+    study, recipes = load_study(path, overrides)
+    folder = root / study.name
+    console = Console()
+    console = console if console.is_terminal else Console(width=max(WIDTH, console.width))
+    works = works_of(study, recipes, folder)
+    if action in ("run", "check"):
+        look_at_data(recipes)
+    if action == "check":
+        begun = sum(work.state != "waiting" for work in works)
+        arms = f"{len(study.arm_names)} arms" + (f" x {len(study.settings)} settings" if study.settings != [""] else "")
+        console.print(f"{path}: ok ({arms} x {len(study.seeds)} seeds = {len(works)} cells, {begun} begun)", highlight=False)
+        return 0
+    if action == "status":
+        show_status(study, works, console)
+        return 0
+    _installed("scipy", "study")
+    _installed("statsmodels", "study")
+    if study.executor == "slurm":
+        _installed("submitit", "submitit")
+    if action == "run":
+        write_recipes(works, recipes)
+        (folder / "study.yaml").write_text(dump_study(study), encoding="utf-8")
+        for work in works if retry else ():
+            work.beside("failed").unlink(missing_ok=True)
+        if study.executor == "slurm":
+            submit_cells(study, works, console)
+        else:
+            run_cells(study, works, recipes, console)
+        return _end(study, works, path, folder, console)
+    _summary(study, works, folder, console)
+    return 0
+
+
+def _end(study: Study, works: Sequence[Work], path: Path, folder: Path, console: Console) -> int:
+    console.print(status_table(study, works))
+    _summary(study, works, folder, console)
+    states = [work.state for work in works]
+    if "failed" in states:
+        console.print(f"failed cells are left as they are; `cct study {path} --retry` tries them again", highlight=False)
+    elif len(works) > states.count("done"):
+        console.print(f"cells are left; `cct study {path}` goes on", highlight=False)
+    return 0 if states.count("done") == len(works) else 1
+
+
+def _summary(study: Study, works: Sequence[Work], folder: Path, console: Console) -> None:
+    if not folder.is_dir():
+        raise RecipeError(f"{folder}: no such study was run; `cct study FILE` runs one, --studies says where they are")
+    results = summarise(study, works)
+    write(results, works, folder)
+    print_tables(study, results, console)
+    console.print(f"wrote {folder / 'results.json'} and {folder / 'cells.csv'}", highlight=False, soft_wrap=True)
+
+
+def _installed(library: str, extra: str) -> None:
+    """Said before hours of computing, not after."""
+    try:
+        optional(library, extra)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None

@@ -1,0 +1,398 @@
+"""The cells of a study as processes: side by side, each in its own run folder, killed and gone on with at any time.
+
+What a cell has reached is read from its files, and whether it runs from a lock that its process holds, so there is no state
+beside them: a study whose runner was killed finds its cells as they are, those that still run included.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from cct.loading import changes, dump_recipe
+from cct.recipe import Recipe, RecipeError
+
+from .study import Cell, Evaluate, Study
+
+POLL = 0.2  # seconds between looks at the processes
+SLURM_POLL = 5.0  # and at the jobs
+PATIENCE = 20.0  # seconds that an interrupted cell has before it is killed
+TAIL = 15  # lines of its log that a failed cell is reported with
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """A cell and what stands on disk of it."""
+
+    cell: Cell
+    root: Path
+    """The study's folder."""
+    evaluate: Evaluate | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.cell.name} seed {self.cell.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """Its run folder."""
+        return self.root / self.cell.place
+
+    def beside(self, ending: str) -> Path:
+        """`recipe.yaml`, `log`, `lock` and `failed` stand beside the run folder."""
+        return self.folder.with_name(f"{self.folder.name}.{ending}")
+
+    # --- what it has reached ------------------------------------------------------------------
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What the run wrote to metrics.jsonl so far; a last line that is being written is left out."""
+        try:
+            text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        return [json.loads(line) for line in text.split("\n")[:-1]]
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """What `cct eval` found; empty where it has not, or not with as many samples as the study asks for."""
+        wanted = self.evaluate
+        try:
+            metrics: dict[str, float] = json.loads((self.folder / "eval.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        sampled = [f"eval/avg@{wanted.samples}", *(f"eval/pass@{k}" for k in wanted.ks)] if wanted and wanted.samples else []
+        return metrics if all(name in metrics for name in sampled) else {}
+
+    @property
+    def trained(self) -> bool:
+        return (self.folder / "policy").is_dir()  # written last, whole or not at all
+
+    @property
+    def done(self) -> bool:
+        return self.trained and (self.evaluate is None or bool(self.evaluation))
+
+    @property
+    def failed(self) -> bool:
+        return self.beside("failed").is_file()
+
+    @property
+    def running(self) -> bool:
+        held = self.hold()
+        if held is not None:
+            os.close(held)
+        return held is None
+
+    @property
+    def state(self) -> str:
+        """done, failed, running, cut (has begun, and does not run) or waiting."""
+        if self.done:
+            return "done"
+        if self.failed:
+            return "failed"
+        if self.beside("lock").is_file() and self.running:
+            return "running"
+        return "cut" if self.folder.is_dir() else "waiting"
+
+    # --- going on -----------------------------------------------------------------------------
+    def hold(self) -> int | None:
+        """The cell's lock, as a file descriptor; None where another process has it. Ends with the last process that has it."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        held = os.open(self.beside("lock"), os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(held)
+            return None
+        return held
+
+    def next_step(self) -> list[str]:
+        """Arguments of the `cct` that brings it further; none where it is done."""
+        if not self.trained:
+            if any(self.folder.glob("checkpoints/[0-9]*.ckpt")):
+                return ["run", "--resume", str(self.folder)]
+            return ["run", str(self.beside("recipe.yaml")), "--into", str(self.folder)]
+        if self.evaluate is not None and not self.evaluation:
+            sampled = ["--samples", str(self.evaluate.samples), "--ks", ",".join(map(str, self.evaluate.ks))]
+            return ["eval", str(self.folder), *sampled, "--json", str(self.folder / "eval.json")]
+        return []
+
+    def start(self, held: int, threads: int, previous: Sequence[str] = ()) -> Step | None:
+        """Its next step as a process that has the lock `held`; None where it has failed, or is done.
+
+        previous: the step that has just ended well. A session of its own lets the process end when the runner says so.
+        """
+        arguments = [] if self.failed else self.next_step()
+        if arguments and arguments == previous:
+            self.fail("its process ended without an error and without a result")
+        if not arguments or self.failed:
+            return None
+        if "--into" in arguments:
+            shutil.rmtree(self.folder, ignore_errors=True)  # cut before its first checkpoint
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        with self.beside("log").open("a", encoding="utf-8") as log:
+            log.write(f"$ cct {' '.join(arguments)}\n")
+            log.flush()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "cct.cli", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                pass_fds=[held],
+                start_new_session=True,
+            )
+        return Step(process, arguments)
+
+    def ended(self, code: int) -> None:
+        """A step ended with this exit code: remember where it failed."""
+        if code:
+            self.fail(f"killed by signal {-code}" if code < 0 else f"exit code {code}")
+
+    def fail(self, why: str) -> None:
+        self.beside("failed").write_text(f"{why}\n", encoding="utf-8")
+
+    @property
+    def report(self) -> str:
+        """Of a cell that is done, its accuracy; of one that failed, why, and the end of its log."""
+        if self.done:
+            return f"done  {self.title}{_accuracy(self.events)}"
+        if not self.failed:
+            return f"cut  {self.title}"
+        why, log = (self.beside(name).read_text(encoding="utf-8", errors="replace").strip() for name in ("failed", "log"))
+        end = "".join(f"\n  {line}" for line in log.splitlines()[-TAIL:])
+        return f"failed  {self.title}: {why}; the end of {self.beside('log')}:{end}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A process that brings a cell further."""
+
+    process: subprocess.Popen
+    arguments: Sequence[str]
+
+
+def works_of(study: Study, recipes: Mapping[Cell, Recipe], root: Path) -> list[Work]:
+    """A study's cells in the order in which they are run. Raises RecipeError where a run folder holds another recipe."""
+    works, problems = [Work(cell, root, study.evaluate) for cell in recipes], []
+    for work in works:
+        held = work.folder / "recipe.yaml"
+        if not held.is_file():
+            continue
+        present = recipes[work.cell].model_dump(mode="json")
+        found = changes(yaml.safe_load(held.read_text(encoding="utf-8")), present)
+        if found:
+            problems.append(
+                f"{work.folder}: was begun with another recipe ({'; '.join(found[:3])}{'; ...' if len(found) > 3 else ''}). "
+                "Undo the change, give the study another name, or remove this folder to run the cell again"
+            )
+    if problems:
+        raise RecipeError(*problems)
+    return works
+
+
+def write_recipes(works: Sequence[Work], recipes: Mapping[Cell, Recipe]) -> None:
+    """The recipe that each cell is run from, beside its run folder."""
+    for work in works:
+        work.folder.parent.mkdir(parents=True, exist_ok=True)
+        work.beside("recipe.yaml").write_text(dump_recipe(recipes[work.cell]), encoding="utf-8")
+
+
+def run_cells(study: Study, works: Sequence[Work], recipes: Mapping[Cell, Recipe], console: Console) -> None:
+    """Run every cell that is neither done nor failed, `study.jobs` side by side, until `study.hours` are over.
+
+    On an interrupt (Ctrl-C, SIGTERM) the cells are interrupted, waited for, and KeyboardInterrupt is raised.
+    """
+    deadline = time.monotonic() + study.hours * 3600 if study.hours else float("inf")
+    waiting = [work for work in works if work.state not in ("done", "failed")]
+    running: dict[Work, Step] = {}
+
+    def start(work: Work, previous: Sequence[str] = ()) -> bool:
+        """Whether the cell is dealt with: its next step runs, or there is none. False where another process has it."""
+        held = work.hold()
+        if held is None:
+            return False
+        step = work.start(held, study.threads, previous)
+        os.close(held)  # its process alone has it now
+        if step is not None:
+            running[work] = step
+            say(f"{'resume' if '--resume' in step.arguments else step.arguments[0]}  {work.title}")
+        else:
+            say(work.report)
+        return True
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def warming(work: Work) -> bool:
+        """Whether a running cell computes its warm start."""
+        mine = recipes[work.cell]
+        others = [recipes[other.cell] for other in running if not other.events]
+        return mine.policy.warm_start is not None and any(
+            (mine.seed, mine.policy, mine.task) == (other.seed, other.policy, other.task) for other in others
+        )
+
+    try:
+        with _terminable(), _live(lambda: status_table(study, works), console):
+            while running or (waiting and time.monotonic() < deadline):
+                for work, step in list(running.items()):
+                    code = step.process.poll()
+                    if code is not None:
+                        del running[work]
+                        work.ended(code)
+                        if not start(work, step.arguments):
+                            waiting.insert(0, work)
+                elsewhere: set[Work] = set()
+                while len(running) < study.jobs and time.monotonic() < deadline and len(elsewhere) < len(waiting):
+                    # Last those that would only wait for their warm start.
+                    work = min((work for work in waiting if work not in elsewhere), key=warming)
+                    if start(work):
+                        waiting.remove(work)
+                    else:
+                        elsewhere.add(work)
+                time.sleep(POLL)
+    except KeyboardInterrupt:
+        _stop([step.process for step in running.values()])
+        raise
+
+
+def bring_to_its_end(work: Work, threads: int, until: float) -> None:
+    """Every step of a cell that is left, one after the other; nothing where another process is at it, or it is too late.
+
+    until: the time (seconds since the epoch) after which it does not start.
+    """
+    held = work.hold() if time.time() < until else None
+    if held is None:
+        return
+    try:
+        step = work.start(held, threads)
+        while step is not None:
+            work.ended(step.process.wait())
+            step = work.start(held, threads, step.arguments)
+    finally:
+        os.close(held)
+
+
+def submit_cells(study: Study, works: Sequence[Work], console: Console, cluster: str = "slurm") -> None:
+    """A job for every cell that is neither done nor failed, by submitit; waits for them. An interrupt leaves the jobs alone.
+
+    cluster: `slurm`; submitit's `local` runs the jobs here.
+    """
+    import submitit
+
+    executor = submitit.AutoExecutor(folder=works[0].root / "jobs", cluster=cluster)
+    executor.update_parameters(name=study.name, cpus_per_task=study.threads, **study.slurm)
+    if cluster == "slurm":
+        executor.update_parameters(slurm_array_parallelism=study.jobs)
+    left = [work for work in works if work.state not in ("done", "failed")]
+    if not left:
+        return
+    until = time.time() + study.hours * 3600 if study.hours else float("inf")
+    with executor.batch():
+        jobs = [executor.submit(bring_to_its_end, work, study.threads, until) for work in left]
+    waiting = dict(zip(left, jobs, strict=True))
+    with _live(lambda: status_table(study, works), console):
+        while waiting:
+            for work, job in list(waiting.items()):
+                if job.done():
+                    del waiting[work]
+                    console.print(work.report, highlight=False, markup=False, soft_wrap=True)
+            time.sleep(POLL if cluster != "slurm" else SLURM_POLL)
+
+
+def _stop(processes: Sequence[subprocess.Popen]) -> None:
+    """Interrupt them, wait, and kill what is still there; each with the processes that it started."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
+    end = time.monotonic() + PATIENCE
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+class _terminable:
+    """SIGTERM is an interrupt within."""
+
+    def __enter__(self) -> None:
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            raise KeyboardInterrupt
+
+        self.main = threading.current_thread() is threading.main_thread()
+        self.before = signal.signal(signal.SIGTERM, interrupt) if self.main else None
+
+    def __exit__(self, *exception: object) -> None:
+        if self.main:
+            signal.signal(signal.SIGTERM, self.before)
+
+
+def _live(render: Callable[[], Table], console: Console) -> Any:
+    """The table, kept current on a terminal; elsewhere nothing."""
+    if console.is_terminal:
+        return Live(console=console, get_renderable=render, refresh_per_second=1, transient=True)
+    return nullcontext()
+
+
+# --- status -----------------------------------------------------------------------------------
+def _accuracy(events: Sequence[dict[str, Any]]) -> str:
+    found = [event["eval/accuracy"] for event in events if "eval/accuracy" in event]
+    return f"  {found[-1]:.3f}" if found else ""
+
+
+def status_table(study: Study, works: Sequence[Work]) -> Table:
+    """Arm by seed: state, iteration reached, last held-out accuracy."""
+    texts = {work.cell: _status(work) for work in works}
+    states = [text.split()[0] for text in texts.values()]
+    counts = ", ".join(f"{states.count(name)} {name}" for name in dict.fromkeys(states))
+    table = Table(title=f"{study.name}: {counts} of {len(works)} cells", title_justify="left")
+    table.add_column("arm", overflow="fold")
+    for seed in study.seeds:
+        table.add_column(f"seed {seed}", justify="right", no_wrap=True)
+    for setting in study.settings:
+        for arm in study.arm_names:
+            cells = [Cell(arm, setting, seed) for seed in study.seeds]
+            table.add_row(cells[0].name, *(texts[cell] for cell in cells))
+    return table
+
+
+def _status(work: Work) -> str:
+    state, events = work.state, work.events
+    if state == "running" and work.trained:
+        state = "running eval"
+    elif state == "running" and not events:
+        state = "running start"
+    elif state in ("running", "cut", "failed") and events:
+        state = f"{state} {max(0, events[-1]['iteration'])}"
+    return state + _accuracy(events)
+
+
+def show_status(study: Study, works: Sequence[Work], console: Console) -> None:
+    """Print the table; on a terminal, while cells run, keep it current."""
+    with _live(lambda: status_table(study, works), console):
+        while console.is_terminal and any(work.state == "running" for work in works):
+            time.sleep(1)
+    console.print(status_table(study, works))
+    for work in works:
+        if work.failed and not work.done:
+            why = work.beside("failed").read_text(encoding="utf-8").strip()
+            console.print(f"failed: {work.title}: {why}; see {work.beside('log')}", highlight=False, soft_wrap=True)

@@ -1,0 +1,107 @@
+"""The statistics of a study, as functions of numbers. Tests and distributions are SciPy's, Holm's correction statsmodels'.
+
+A seed is the unit of replication: what is compared within seeds is first subtracted within each, then tested as one sample.
+Intervals are two-sided Student t intervals over seeds. Needs the extra `.[study]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LEVEL = 0.95  # of every interval
+SAME = 1e-12  # relative spread below which values are the same but for rounding
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its interval."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+    p: float
+    """Two-sided, of a mean of 0."""
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean of independent values with its t interval and the one-sample t test; NaN where fewer than two do not tell.
+
+    Values that are all the same have an interval of no width, and p is 1 where that value is 0 and 0 elsewhere.
+    """
+    from scipy import stats
+
+    n = len(values)
+    mean = math.fsum(values) / n if n else math.nan
+    if n < 2:
+        return Estimate(mean, math.nan, math.nan, n, math.nan)
+    if max(values) - min(values) <= SAME * max(map(abs, values)):
+        return Estimate(values[0], values[0], values[0], n, float(values[0] == 0))
+    test = stats.ttest_1samp(values, 0.0)
+    interval = test.confidence_interval(LEVEL)
+    return Estimate(mean, float(interval.low), float(interval.high), n, float(test.pvalue))
+
+
+def paired_difference(a: Mapping[int, float], b: Mapping[int, float]) -> Estimate:
+    """a - b within each seed that both have; values by seed."""
+    return estimate([a[seed] - b[seed] for seed in a if seed in b])
+
+
+def interaction(a: Mapping[int, float], b: Mapping[int, float], c: Mapping[int, float], d: Mapping[int, float]) -> Estimate:
+    """(d - c) - (b - a) within each seed that all four have: the interaction of a 2x2 design, paired by seed."""
+    return estimate([(d[seed] - c[seed]) - (b[seed] - a[seed]) for seed in a if seed in b and seed in c and seed in d])
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p-values of a family of tests (Holm 1979); NaN stays NaN and does not count as a test."""
+    from statsmodels.stats.multitest import multipletests
+
+    told = [p for p in p_values if not math.isnan(p)]
+    adjusted = iter(multipletests(told, method="holm")[1].tolist() if told else [])
+    return [math.nan if math.isnan(p) else next(adjusted) for p in p_values]
+
+
+def final_mean(values: Sequence[float], last: int) -> float:
+    """Mean of the last so many evaluations; NaN where there are not as many."""
+    return math.fsum(values[-last:]) / last if len(values) >= last else math.nan
+
+
+def area_under_curve(iterations: Sequence[float], values: Sequence[float]) -> float:
+    """Area under a learning curve by trapezoids, divided by its span: the mean along the run. NaN for fewer than two points."""
+    from scipy.integrate import trapezoid
+
+    if len(values) < 2:
+        return math.nan
+    return float(trapezoid(values, iterations)) / (iterations[-1] - iterations[0])
+
+
+def greatest_drop(values: Sequence[float]) -> float:
+    """How far a later value falls below the best one before it, at most; 0 where none does."""
+    best, drop = -math.inf, 0.0
+    for value in values:
+        best = max(best, value)
+        drop = max(drop, best - value)
+    return drop
+
+
+def why_unstable(accuracies: Sequence[float], kls: Sequence[float], finite: bool, max_drop: float, max_kl: float) -> list[str]:
+    """What breaks the rule for a stable run, in words; nothing where it is stable.
+
+    accuracies: of every evaluation, in order. kls: approx_kl of every iteration. finite: whether the run came to its end
+    and every number that it wrote is finite.
+    """
+    found = [] if finite else ["failed, or NaN"]
+    if (drop := greatest_drop(accuracies)) > max_drop:
+        found.append(f"accuracy fell by {drop:.3f}")
+    if kls and (kl := max(kls)) > max_kl:
+        found.append(f"approx_kl {kl:.3g}")
+    return found
+
+
+def fisher(stable_a: int, of_a: int, stable_b: int, of_b: int) -> float:
+    """Two-sided p of Fisher's exact test that two arms are stable equally often."""
+    from scipy import stats
+
+    return float(stats.fisher_exact([[stable_a, of_a - stable_a], [stable_b, of_b - stable_b]])[1])

@@ -1,0 +1,253 @@
+"""What a study's cells came to: `results.json`, `cells.csv`, and the tables of `cct study summary`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .runner import Work
+from .statistics import (
+    LEVEL,
+    Estimate,
+    area_under_curve,
+    estimate,
+    final_mean,
+    fisher,
+    holm,
+    interaction,
+    paired_difference,
+    why_unstable,
+)
+from .study import Cell, Study
+
+COLUMNS = (  # of cells.csv, after arm, setting and seed: small enough to commit, enough for every number of results.json
+    "iteration",
+    "eval/accuracy",
+    "eval/reward",
+    "eval/length",
+    "train/reward",
+    "train/length",
+    "train/truncated",
+    "train/entropy",
+    "critic/explained_variance",
+    "gate/mean",
+    "policy/approx_kl",
+    "policy/clip_fraction",
+    "actor/gradient_norm",
+    "time/iteration",
+)
+COMPARED = {"final_accuracy": "final accuracy", "area": "area under curve", "frozen/accuracy": "frozen accuracy"}  # in tables
+
+
+def summarise(study: Study, works: Sequence[Work]) -> dict[str, Any]:
+    """Everything that `results.json` holds. NaN, which JSON does not know, is null there."""
+    cells = [_cell(study, work) for work in works]
+    metrics = ["final_accuracy", "area", *dict.fromkeys(name for cell in cells for name in cell["evaluation"])]
+    by_metric = {name: _by_arm(study, cells, name) for name in metrics}
+    results = {
+        "study": study.name,
+        "level": LEVEL,
+        "final_evaluations": study.final_evaluations,
+        "stable_rule": study.stable.model_dump(),
+        "cells": cells,
+        "arms": [
+            {"metric": name, "arm": arm, "setting": setting, **asdict(estimate(list(values.values())))}
+            for name, found in by_metric.items()
+            for (arm, setting), values in found.items()
+        ],
+        "comparisons": [row for name in metrics for row in _comparisons(study, by_metric[name], name)],
+        "stability": _stability(study, cells),
+    }
+    return _without_nan(results)
+
+
+def _cell(study: Study, work: Work) -> dict[str, Any]:
+    events, rule = work.events, study.stable
+    evaluated = [event for event in events if "eval/accuracy" in event]
+    accuracies = [event["eval/accuracy"] for event in evaluated]
+    rounds = [event for event in events if event["iteration"] > 0]
+    explained = [event["critic/explained_variance"] for event in rounds if "critic/explained_variance" in event]
+    finite = not work.failed and all(math.isfinite(x) for event in events for x in event.values())
+    unstable = why_unstable(
+        accuracies,
+        [event["policy/approx_kl"] for event in rounds if "policy/approx_kl" in event],
+        finite,
+        rule.max_drop,
+        rule.max_kl,
+    )
+    trained = work.trained
+    return {
+        "arm": work.cell.arm,
+        "setting": work.cell.setting,
+        "seed": work.cell.seed,
+        "state": work.state,
+        "iterations": max(0, events[-1]["iteration"]) if events else 0,
+        "final_accuracy": final_mean(accuracies, study.final_evaluations) if trained else math.nan,
+        "area": area_under_curve([event["iteration"] for event in evaluated], accuracies) if trained else math.nan,
+        "explained_variance": math.fsum(explained) / len(explained) if explained else math.nan,
+        "stable": not unstable if trained or work.failed else None,
+        "unstable": unstable,
+        "evaluation": work.evaluation,
+    }
+
+
+def _by_arm(study: Study, cells: Sequence[Mapping[str, Any]], metric: str) -> dict[tuple[str, str], dict[int, float]]:
+    """Values by seed of each arm under each setting; cells without a value are left out."""
+    found: dict[tuple[str, str], dict[int, float]] = {(arm, s): {} for s in study.settings for arm in study.arm_names}
+    for cell in cells:
+        value = cell[metric] if metric in cell else cell["evaluation"].get(metric, math.nan)
+        if math.isfinite(value):
+            found[cell["arm"], cell["setting"]][cell["seed"]] = value
+    return found
+
+
+def _comparisons(study: Study, values: Mapping[tuple[str, str], dict[int, float]], metric: str) -> list[dict[str, Any]]:
+    """Differences and interactions within seeds; those of one metric are one family for Holm's correction.
+
+    None for a single seed, which has no interval.
+    """
+    if len(study.seeds) < 2:
+        return []
+    found: list[tuple[dict[str, Any], Estimate]] = []
+    for setting in study.settings:
+        at = {arm: values[arm, setting] for arm in study.arm_names}
+        for a, b in study.compare:
+            what = {"kind": "difference", "name": f"{a} - {b}", "arms": [a, b], "setting": setting}
+            found.append((what, paired_difference(at[a], at[b])))
+        for name, ((a, b), (c, d)) in study.interactions.items():
+            title = f"{name}: ({d} - {c}) - ({b} - {a})"
+            what = {"kind": "interaction", "name": title, "arms": [a, b, c, d], "setting": setting}
+            found.append((what, interaction(at[a], at[b], at[c], at[d])))
+    adjusted = holm([each.p for _, each in found])
+    return [{"metric": metric, **what, **asdict(each), "p_holm": p} for (what, each), p in zip(found, adjusted, strict=True)]
+
+
+def _stability(study: Study, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many are stable: of a grid's settings, each of which counts if it is with every seed, or else of the seeds."""
+    units: dict[str, dict[Any, list[bool]]] = {arm: {} for arm in study.arm_names}
+    for cell in cells:
+        if cell["stable"] is not None:
+            unit = cell["setting"] if study.settings != [""] else cell["seed"]
+            units[cell["arm"]].setdefault(unit, []).append(cell["stable"])
+    counts = {arm: (sum(all(unit) for unit in found.values()), len(found)) for arm, found in units.items()}
+    p_values = [fisher(*counts[a], *counts[b]) for a, b in study.compare]
+    pairs = [
+        {"a": a, "b": b, "p": p, "p_holm": adjusted}
+        for (a, b), p, adjusted in zip(study.compare, p_values, holm(p_values), strict=True)
+    ]
+    return {"counts": [{"arm": arm, "stable": k, "of": n} for arm, (k, n) in counts.items()], "fisher": pairs}
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write(results: Mapping[str, Any], works: Sequence[Work], folder: Path) -> None:
+    """`results.json`, and `cells.csv`: one line per cell and event of its metrics.jsonl."""
+    (folder / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    with (folder / "cells.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["arm", "setting", "seed", *COLUMNS])
+        for work in works:
+            for event in work.events:
+                row = [f"{x:.6g}" if isinstance(x := event.get(name, ""), float) else x for name in COLUMNS]
+                writer.writerow([work.cell.arm, work.cell.setting, work.cell.seed, *row])
+
+
+# --- tables -----------------------------------------------------------------------------------
+def _interval(each: Mapping[str, Any], sign: str = "") -> str:
+    if each["mean"] is None:
+        return "-"
+    shown = f"{each['mean']:{sign}.3f}"
+    return shown if each["low"] is None else f"{shown} [{each['low']:{sign}.3f}, {each['high']:{sign}.3f}]"
+
+
+def _p(value: float | None) -> str:
+    return "-" if value is None else "<0.0001" if value < 1e-4 else f"{value:.4f}"
+
+
+def print_tables(study: Study, results: Mapping[str, Any], console: Console) -> None:
+    """Arms, what `cct eval` found of them, comparisons, stability."""
+    arms = {(row["metric"], row["arm"], row["setting"]): row for row in results["arms"]}
+    names = [(arm, setting) for setting in study.settings for arm in study.arm_names]
+    last, level, rule = study.final_evaluations, f"[{100 * LEVEL:.0f}% t interval]", study.stable
+
+    rows: list[tuple[str, ...]] = []
+    for arm, setting in names:
+        here = [cell for cell in results["cells"] if (cell["arm"], cell["setting"]) == (arm, setting)]
+        explained = [cell["explained_variance"] for cell in here if cell["explained_variance"] is not None]
+        judged = [cell["stable"] for cell in here if cell["stable"] is not None]
+        final = arms["final_accuracy", arm, setting]
+        rows.append(
+            (
+                Cell(arm, setting, 0).name,
+                f"{final['n']}/{len(study.seeds)}",
+                _interval(final),
+                _interval(arms["area", arm, setting]),
+                f"{sum(explained) / len(explained):.3f}" if explained else "-",
+                f"{sum(judged)}/{len(judged)}",
+            )
+        )
+    columns = ("arm", "seeds", "final accuracy", "area under curve", "explained variance", "stable")
+    console.print(_table(f"{study.name}: mean over seeds {level}", columns, rows))
+    console.print(
+        f"seeds: runs that came to their end; final accuracy: mean of the last {last} evaluation{'s' if last > 1 else ''}; "
+        "area: mean of the learning curve by trapezoids; explained variance: of the Monte-Carlo return, mean over a run and "
+        f"seeds; stable: no failure, no NaN, no fall of over {rule.max_drop:g} below the best evaluation before, approx_kl at "
+        f"most {rule.max_kl:g}",
+        highlight=False,
+    )
+
+    metrics = list(dict.fromkeys(row["metric"] for row in results["arms"]))
+    if evaluated := [name for name in metrics if name.startswith("frozen/") and name.count("/") == 1]:
+        rows = [
+            (Cell(arm, setting, 0).name, *(_interval(arms[name, arm, setting]) for name in evaluated)) for arm, setting in names
+        ]
+        columns = ("arm", *(name.removeprefix("frozen/") for name in evaluated))
+        console.print(_table(f"frozen sets, mean over sets, then over seeds {level}", columns, rows))
+
+    found = [row for row in results["comparisons"] if row["metric"] in COMPARED]
+    if found:
+        rows = [
+            (
+                COMPARED[row["metric"]],
+                f"{row['setting']} {row['name']}".strip(),
+                _interval(row, "+"),
+                str(row["n"]),
+                _p(row["p"]),
+                _p(row["p_holm"]),
+            )
+            for row in found
+        ]
+        columns = ("metric", "comparison", "difference", "seeds", "p", "p (Holm)")
+        console.print(_table(f"differences within seeds {level}", columns, rows))
+
+    stability = results["stability"]
+    counts = ", ".join(f"{row['arm']} {row['stable']}/{row['of']}" for row in stability["counts"])
+    console.print(f"stable {'settings' if study.settings != [''] else 'seeds'}: {counts}", highlight=False)
+    for pair in stability["fisher"]:
+        tested = f"Fisher's exact p {_p(pair['p'])}, {_p(pair['p_holm'])} after Holm's correction"
+        console.print(f"  {pair['a']} against {pair['b']}: {tested}", highlight=False)
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Texts on the left, numbers on the right; numbers are never broken."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        text = name in ("arm", "metric", "comparison")
+        table.add_column(name, justify="left" if text else "right", no_wrap=not text, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
