@@ -124,6 +124,23 @@ def _parser() -> argparse.ArgumentParser:
 
     replay.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
 
+    fidelity = add("fidelity", _fidelity, "score the credit of transports against the true advantage, found by branching")
+    fidelity.add_argument(
+        "source", nargs="+", metavar="RUN_OR_RECIPE", type=Path, help="runs, or recipes before their first update"
+    )
+    fidelity.add_argument(
+        "--transport", action="append", default=[], metavar="YAML", help="beside the run's own; as for replay"
+    )
+    fidelity.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
+    fidelity.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the newest)")
+    fidelity.add_argument("--batches", type=int, default=4, metavar="N", help="iterations of responses sampled (default: 4)")
+    fidelity.add_argument("--positions", type=int, default=512, metavar="N", help="tokens looked at (default: 512)")
+    fidelity.add_argument(
+        "--continuations", type=int, default=32, metavar="M", help="sampled before and after each of them (default: 32)"
+    )
+    fidelity.add_argument("--seed", type=int, metavar="S", help="of prompts and sampling (default: the recipe's)")
+    fidelity.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results of all runs here, as JSON")
+
     export = add("export", _export, "write the policy of a run's checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path)
     export.add_argument("folder", type=Path, help="made; must not hold anything")
@@ -294,6 +311,36 @@ def _replay(arguments: argparse.Namespace) -> int:
     from cct.replay import print_replay
 
     return print_replay(arguments.run, arguments.transport, arguments.plugin)
+
+
+def _fidelity(arguments: argparse.Namespace) -> int:
+    from cct.recipe import RecipeError
+
+    for name, least in (("batches", 1), ("positions", 2), ("continuations", 4)):
+        if getattr(arguments, name) < least:
+            raise RecipeError(f"--{name} {getattr(arguments, name)}: at least {least} are needed")
+    try:
+        from cct.fidelity.table import print_fidelity
+        from cct.training.rows import TrainingStopped
+    except ModuleNotFoundError as error:
+        if error.name != "scipy":
+            raise
+        raise RecipeError("cct fidelity needs SciPy, which is not installed: pip install 'cct[study]'") from None
+    try:
+        return print_fidelity(
+            arguments.source,
+            arguments.transport,
+            arguments.output,
+            plugins=arguments.plugin,
+            at=arguments.iteration,
+            batches=arguments.batches,
+            positions=arguments.positions,
+            continuations=arguments.continuations,
+            seed=arguments.seed,
+        )
+    except TrainingStopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cct.geometry.functional import aggregation_weights, correction_weights, kl_estimate
 from cct.policy.sampling import Engine, EngineError
 from cct.recipe import Recipe
-from cct.rollout import Credit, Rollout, Trace, derive_seed
+from cct.rollout import Credit, Prompt, Rollout, Trace, derive_seed
 from cct.transport.functional import explained_variance, gated_gae, masked_mean_std
 
 from .agent import Agent
@@ -65,6 +65,7 @@ class Iteration:
     """What one round of sampling gave."""
 
     rollout: Rollout  # as the transport saw it
+    rows: list[Row]  # the responses, in the rollout's order
     credit: Credit
     updates: list[Minibatch]
     micro_batches: int  # of them in an optimizer step
@@ -75,7 +76,14 @@ class Iteration:
 class Collector:
     """Makes the iterations of a run. Its only state is the running moments of the gates' statistics, and the open engine."""
 
-    def __init__(self, recipe: Recipe, agent: Agent, tokenizer: PreTrainedTokenizerBase, reference: PreTrainedModel | None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        agent: Agent,
+        tokenizer: PreTrainedTokenizerBase,
+        reference: PreTrainedModel | None,
+        engine: Engine | None = None,  # of the agent's actor, where one is open already
+    ):
         self.recipe, self.agent, self.tokenizer = recipe, agent, tokenizer
         self.reference = (
             Agent(reference, None, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
@@ -84,7 +92,7 @@ class Collector:
         )
         self.moments: dict[str, tuple[float, float]] = {}
         self.on_stage: Callable[[str], None] = lambda stage: None
-        self._engine: Engine | None = None
+        self._engine = engine
 
     @property
     def engine(self) -> Engine:
@@ -109,8 +117,19 @@ class Collector:
             self._engine.close()
         self._engine = None
 
-    def collect(self, iteration: int) -> Iteration:
-        """Iteration number 1, 2, ...; 0 and below are the critic's warm-up."""
+    def prompts(self, iteration: int) -> Sequence[Prompt]:
+        """An iteration's part of the task's stream."""
+        each = self.recipe.training.prompts_per_iteration
+        start = (iteration - 1 + self.recipe.training.critic_warmup) * each  # the warm-up draws from the stream first
+        return self.recipe.task.prompts(self.recipe.seed, start, each)
+
+    def sample(self, iteration: int, on_stage: Callable[[str], None] = lambda stage: None) -> tuple[list[Row], Counter[str]]:
+        """The judged responses of an iteration, in the order of the prompts, and how often which evidence raised."""
+        seed = derive_seed(self.recipe.seed, "sample", iteration)
+        return sample_rows(self.recipe, self.engine, self.tokenizer, self.prompts(iteration), seed, Ranks.current(), on_stage)
+
+    def collect(self, iteration: int, sampled: tuple[list[Row], Counter[str]] | None = None) -> Iteration:
+        """Iteration number 1, 2, ...; 0 and below are the critic's warm-up. sampled: what `sample` gave, where it was asked."""
         recipe, ranks = self.recipe, Ranks.current()
         clock: list[tuple[str, float]] = []
 
@@ -119,15 +138,12 @@ class Collector:
             clock.append((name, time.perf_counter()))
 
         seed = lambda purpose: derive_seed(recipe.seed, purpose, iteration)  # noqa: E731
-        each = recipe.training.prompts_per_iteration
-        start = (iteration - 1 + recipe.training.critic_warmup) * each  # the warm-up draws from the stream first
-        prompts = recipe.task.prompts(recipe.seed, start, each)
-        rows, errors = sample_rows(recipe, self.engine, self.tokenizer, prompts, seed("sample"), ranks, stage)
+        rows, errors = sampled or self.sample(iteration, stage)
         baselines: list[float] | None = None
         if recipe.needs("greedy"):
             stage("greedy")
-            baselines, greedy_errors = greedy_scores(recipe, self.engine, self.tokenizer, prompts, ranks)
-            errors += greedy_errors
+            baselines, greedy_errors = greedy_scores(recipe, self.engine, self.tokenizer, self.prompts(iteration), ranks)
+            errors = errors + greedy_errors
         # Rows in random order from here on: the behaviour forward's chunks are the minibatches.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed("order"))).tolist()
         ordered = [rows[index] for index in order]
@@ -168,7 +184,7 @@ class Collector:
             for number, row in enumerate(rows[: recipe.logging.samples])
         ]
         minibatches = len(rows) // recipe.training.minibatch_size
-        return Iteration(seen, credit, updates, len(plan[0]) // minibatches, samples, metrics)
+        return Iteration(seen, ordered, credit, updates, len(plan[0]) // minibatches, samples, metrics)
 
     @property
     def _on_policy(self) -> bool:
