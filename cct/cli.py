@@ -124,6 +124,16 @@ def _parser() -> argparse.ArgumentParser:
 
     replay.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
 
+    replay.add_argument("--save", action="store_true", help="write tokens.json: some responses token by token, for the report")
+
+    report = add("report", _report, "write an HTML page about a study or a run, or about several runs side by side")
+    report.add_argument("source", nargs="+", metavar="STUDY_OR_RUN", type=Path)
+    report.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first folder")
+    report.add_argument(
+        "--transport", action="append", default=[], metavar="YAML", help="to show beside a run's own; as for replay"
+    )
+    report.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
+
     fidelity = add("fidelity", _fidelity, "score the credit of transports against the true advantage, found by branching")
     fidelity.add_argument(
         "source", nargs="+", metavar="RUN_OR_RECIPE", type=Path, help="runs, or recipes before their first update"
@@ -310,7 +320,27 @@ def _eval(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from cct.replay import print_replay
 
-    return print_replay(arguments.run, arguments.transport, arguments.plugin)
+    return print_replay(arguments.run, arguments.transport, arguments.plugin, save=arguments.save)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from cct.recipe import RecipeError
+    from cct.report.read import ReportError, is_run
+    from cct.report.write import write_report
+
+    for source in arguments.source:  # the page reads files only, so what it shows of tokens is written first
+        if is_run(source) and any((source / "rollouts").glob("*.safetensors")):
+            from cct.replay import save_tokens
+
+            save_tokens(source, arguments.transport, arguments.plugin)
+        elif arguments.transport:
+            raise RecipeError(f"{source}: --transport needs a run's stored rollouts, and there are none")
+    try:
+        for path in write_report(arguments.source, arguments.output):
+            print(f"wrote {path}")
+    except ReportError as error:
+        raise RecipeError(str(error)) from None
+    return 0
 
 
 def _fidelity(arguments: argparse.Namespace) -> int:
