@@ -110,7 +110,11 @@ def measure(
             on_stage(f"sampling iteration {number}")
             sampled = base.sample(number)
             for name, variant in variants.items():
-                reader = agent if variant.critic is not None else Agent(agent.actor, None, agent.temperature, bf16=agent.bf16)
+                reader = (
+                    agent
+                    if variant.critic is not None
+                    else Agent(agent.actor, None, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
+                )
                 collector = Collector(variant, reader, tokenizer, None, base.engine)
                 collector.moments = moments
                 collected = collector.collect(number, sampled)

@@ -38,7 +38,7 @@ SUMMARY = (
     "train/tokens_per_second",
     "time/iteration",
 )
-STAGES = ("generate", "greedy", "branch", "behaviour", "transport", "update")
+STAGES = ("generate", "evidence", "greedy", "branch", "behaviour", "transport", "update")
 LEAST_SPAN = {
     "policy/approx_kl": 1e-4,
     "policy/clip_fraction": 0.01,
