@@ -32,6 +32,7 @@ from cct.loading import dump_recipe
 from cct.policy.sampling import Completion, Engine
 from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response
+from cct.training.callbacks import checkpoints
 from cct.training.collect import Collector
 from cct.training.export import restore
 from cct.training.rows import Row
@@ -263,6 +264,16 @@ def test_a_recipe_is_looked_at_before_its_first_update_without_a_critic(tmp_path
 def test_what_cannot_be_measured_is_said(finished, capsys, arguments, says):
     assert main(["fidelity", str(finished), *POSITIONS, *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_earlier_checkpoints_may_be_kept_to_look_back(tmp_path):
+    sets = ["training.iterations=4", "training.checkpoint_every=1", "training.keep_checkpoints=3"]
+    folder = run(scattered(tmp_path, "rloo", *sets), tmp_path)
+    assert [int(path.stem) for path in checkpoints(folder)] == [2, 3, 4]
+    knobs = {"batches": 1, "positions": 20, "continuations": 4}
+    earlier, last = measure(folder, at=2, **knobs), measure(folder, **knobs)
+    assert (earlier.iteration, last.iteration) == (2, 4)
+    assert {place[0] for place in earlier.places} == {3} and {place[0] for place in last.places} == {5}
 
 
 def test_a_transport_that_reads_values_needs_a_run_with_a_critic(tmp_path):

@@ -25,8 +25,6 @@ from .ranks import Ranks
 from .rollouts import store
 from .rows import evaluate
 
-KEEP_CHECKPOINTS = 2  # the newest, and one before it should the newest be cut short
-
 
 class JsonLinesLogger(Logger):
     """metrics.jsonl: one JSON object per event, with its iteration."""
@@ -108,7 +106,7 @@ class Recorder(Callback):
             store(ended.rollout, self.folder, iteration, self.recipe.logging)
         if last or (iteration > 0 and iteration % self.recipe.training.checkpoint_every == 0):
             trainer.save_checkpoint(self.folder / "checkpoints" / f"{iteration:06d}.ckpt")
-            for old in checkpoints(self.folder)[:-KEEP_CHECKPOINTS] if trainer.is_global_zero else []:
+            for old in checkpoints(self.folder)[: -self.recipe.training.keep_checkpoints] if trainer.is_global_zero else []:
                 shutil.rmtree(old) if old.is_dir() else old.unlink()  # DeepSpeed's are folders
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
