@@ -146,6 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     fidelity.add_argument("--batches", type=int, default=4, metavar="N", help="iterations of responses sampled (default: 4)")
     fidelity.add_argument("--positions", type=int, default=512, metavar="N", help="tokens looked at (default: 512)")
     fidelity.add_argument(
+        "--below", type=float, default=0.95, metavar="P", help="of those sampled with a probability below P (default: 0.95)"
+    )
+    fidelity.add_argument(
         "--continuations", type=int, default=32, metavar="M", help="sampled before and after each of them (default: 32)"
     )
     fidelity.add_argument("--seed", type=int, metavar="S", help="of prompts and sampling (default: the recipe's)")
@@ -349,6 +352,8 @@ def _fidelity(arguments: argparse.Namespace) -> int:
     for name, least in (("batches", 1), ("positions", 2), ("continuations", 4)):
         if getattr(arguments, name) < least:
             raise RecipeError(f"--{name} {getattr(arguments, name)}: at least {least} are needed")
+    if not 0 < arguments.below <= 1:
+        raise RecipeError(f"--below {arguments.below:g}: a probability above 0, and at most 1, for all tokens")
     try:
         from cct.fidelity.table import print_fidelity
         from cct.training.rows import TrainingStopped
@@ -365,6 +370,7 @@ def _fidelity(arguments: argparse.Namespace) -> int:
             at=arguments.iteration,
             batches=arguments.batches,
             positions=arguments.positions,
+            below=arguments.below,
             continuations=arguments.continuations,
             seed=arguments.seed,
         )

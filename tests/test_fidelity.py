@@ -225,6 +225,7 @@ def test_credit_is_what_the_next_iteration_would_have_been_trained_on(finished):
     collected = collector.collect(iteration + 1)
     expected = [float(collected.credit.advantages[row, t]) for _, row, t in found.places]
     np.testing.assert_array_equal(found.credit["comp_gae (the run's own)"], expected)
+    assert all(collected.rows[row].response.logprobs[t] < math.log(0.95) for _, row, t in found.places)
     grpo = transports["grpo"]()(collected.rollout).advantages
     np.testing.assert_array_equal(found.credit["grpo"], [float(grpo[row, t]) for _, row, t in found.places])
 
@@ -235,7 +236,7 @@ def test_the_command_writes_what_it_prints(finished, tmp_path, capsys):
     found = json.loads((finished / "fidelity.json").read_text())
     assert json.loads((tmp_path / "all.json").read_text()) == [found]
     assert (found["positions"], found["continuations"], found["responses"]) == (24, 8, 32)
-    assert "24 positions of 32 responses" in printed
+    assert found["trained_tokens"] >= found["undecided_tokens"] >= 24 and "24 of the" in printed
     scores, at = found["transports"]["grpo"], found["at_positions"]
     expected = stats.spearmanr(at["credit"]["grpo"], at["advantage"]).statistic
     assert scores["rank_correlation"]["value"] == pytest.approx(expected, abs=1e-3)
@@ -258,6 +259,8 @@ def test_a_recipe_is_looked_at_before_its_first_update_without_a_critic(tmp_path
     [
         (["--transport", "gea"], "did you mean 'gae'"),
         (["--continuations", "3"], "at least 4"),
+        (["--below", "0"], "a probability above 0"),
+        (["--below", "1e-9"], "0 tokens were sampled with a probability below 1e-09"),
         (["--iteration", "1"], "no checkpoint of iteration 1; there are those of iterations 2"),
     ],
 )

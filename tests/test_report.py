@@ -263,7 +263,8 @@ def test_a_study_shows_the_fidelity_of_its_cells(tmp_path):
     nothing = {"value": None, "low": None, "high": None}
     scores = {"rank_correlation": one, "sign_agreement": nothing, "scale": one, "bias": one, "variance": one}
     fidelity = {
-        "critic": "tac", "iteration": 2, "positions": 10, "prompts": 4, "continuations": 8,
+        "critic": "tac", "iteration": 2, "positions": 10, "prompts": 4, "continuations": 8, 
+        "below": 0.95, "undecided_tokens": 30,
         "truth": {"ceiling": one, "split_half": one, "surely_not_0": 0, "p_below": 0.01, "variance": 0.1},
         "transports": {"comp_gae (the run's own)": scores},
     }  # fmt: skip
@@ -283,8 +284,12 @@ def test_a_study_is_named_alone(tmp_path):
 
 # --- charts ---------------------------------------------------------------------------------------
 def test_ticks_are_round_and_within():
-    assert ticks(0, 1) == [0, 0.25, 0.5, 0.75, 1] and ticks(-0.13, 0.21) == [-0.1, 0, 0.1, 0.2]
-    assert ticks(3, 3) == [3] and ticks(0, 12, 5) == [0, 2.5, 5, 7.5, 10]
+    assert ticks(0, 1) == {0: "0.00", 0.25: "0.25", 0.5: "0.50", 0.75: "0.75", 1: "1.00"}
+    assert ticks(-0.13, 0.21) == {-0.1: "\N{MINUS SIGN}0.1", 0: "0.0", 0.1: "0.1", 0.2: "0.2"}
+    assert ticks(3, 3) == {3: "3"} and [*ticks(0, 12, 5)] == [0, 2.5, 5, 7.5, 10]
+    assert [*ticks(2.8701, 2.8709).values()] == ["2.8702", "2.8704", "2.8706", "2.8708"]
+    assert [*ticks(0, 30_000, 3).values()] == ["0", "10,000", "20,000", "30,000"]
+    assert [*ticks(0, 4e-6, 2).values()] == ["0", "2.0e\N{MINUS SIGN}06", "4.0e\N{MINUS SIGN}06"]
 
 
 def test_numbers_for_people():
@@ -295,7 +300,7 @@ def test_numbers_for_people():
 def test_a_line_goes_where_its_numbers_are():
     drawn = lines("c", [Series("s", [0, 1, 2, 3], [0.0, 1.0, math.nan, 0.5])], x_label="x", y_label="y", y_range=(0, 1))
     (path,) = re.findall(r'class="line c0" stroke-dasharray="" d="([^"]*)"', drawn)
-    assert path == "M62.0 190.0L164.0 10.0M368.0 100.0"  # a plot of 306 x 180 at (62, 10); the gap is one
+    assert path == "M52.0 204.0L157.3 24.0M368.0 114.0"  # a plot of 316 x 180 at (52, 24); the gap is one
 
 
 def test_bars_stand_on_each_other():
@@ -305,15 +310,15 @@ def test_bars_stand_on_each_other():
         for bar in re.findall(r'<rect class="bar c\d" x="[^"]*" y="([^"]*)" width="[^"]*" height="([^"]*)"', drawn)
     ]
     unit = 180 / 4.2  # the highest bar, 4, leaves a twentieth of room
-    assert bars[0] == pytest.approx((190 - unit, unit), abs=0.1) and bars[3] == pytest.approx(
-        (190 - 4 * unit, 3 * unit), abs=0.1
+    assert bars[0] == pytest.approx((204 - unit, unit), abs=0.1) and bars[3] == pytest.approx(
+        (204 - 4 * unit, 3 * unit), abs=0.1
     )
 
 
 def test_an_interval_without_end_runs_to_the_edge():
     drawn = forest("c", [Interval("a", 1.0, 0.5, math.inf), Interval("none", math.nan, 0, 0)], x_label="x")
     (whisker,) = re.findall(r'class="whisker" d="M([\d.]+) [\d.]+H([\d.]+)"', drawn)
-    assert float(whisker[1]) == 90 + 470 - 150 and "none" not in drawn and "[0.5, ∞]" in drawn
+    assert float(whisker[1]) == 90 + 510 - 160 and "none" not in drawn and "[0.5, ∞]" in drawn
 
 
 def test_slopes_and_empty_charts():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,7 +49,12 @@ class Measured:
     places: list[tuple[int, int, int]]
     """Iteration, row and token of each position."""
     responses: int
-    """That were sampled, and among whose tokens positions were drawn."""
+    """That were sampled."""
+    trained_tokens: int
+    """Of these responses."""
+    undecided: int
+    """Of these tokens, sampled with a probability below `below`; positions were drawn among them."""
+    below: float
     continuations: int
     tokens: int
     """Sampled for the continuations."""
@@ -63,6 +69,7 @@ def measure(
     at: int | None = None,
     batches: int = 4,
     positions: int = 512,
+    below: float = 0.95,
     continuations: int = 32,
     seed: int | None = None,
     on_stage: Callable[[str], None] = lambda stage: None,
@@ -71,8 +78,9 @@ def measure(
 
     The rollouts are the iterations that the run would have gone on with, `batches` of them: new prompts, as many responses as
     it is used to, whitening and group baselines over as many. written: transports beside the run's own, as YAML.
-    positions: tokens looked at, drawn from all trainable ones. continuations: from before each of them and from after it,
-    half of them for each half of the truth. seed: of prompts and sampling, in place of the recipe's.
+    positions: tokens looked at, drawn from the trainable ones that were sampled with a probability below `below`; a surer token
+    decides little, its advantage is at most 1 - below of the range of rewards. continuations: from before each of them and
+    from after it, half of them for each half of the truth. seed: of prompts and sampling, in place of the recipe's.
 
     Raises RecipeError where a transport cannot be computed here, TrainingStopped where evidence fails.
     """
@@ -121,7 +129,12 @@ def measure(
                 credit[name].append(collected.credit.advantages.cpu())
             rows.append(collected.rows)
             masks.append(collected.rollout.mask.cpu())
-        drawn = _positions(masks, positions, derive_seed(base.recipe.seed, "fidelity positions"))
+        drawn, undecided = _positions(rows, masks, positions, below, derive_seed(base.recipe.seed, "fidelity positions"))
+        if len(drawn) < 2:
+            raise RecipeError(
+                f"{source}: of {sum(map(len, rows))} responses {len(drawn)} tokens were sampled with a probability below "
+                f"{below:g}, so nothing was decided in them; --below 1 looks at all tokens"
+            )
         on_stage(f"continuing responses at {len(drawn)} positions")
         found, tokens = [], 0
         for batch, of_batch in enumerate(rows):
@@ -145,6 +158,9 @@ def measure(
         {name: np.array([float(parts[b][row, t]) for b, row, t in drawn]) for name, parts in credit.items()},
         [(iteration + 1 + b, row, t) for b, row, t in drawn],
         sum(map(len, rows)),
+        sum(int(mask.sum()) for mask in masks),
+        undecided,
+        below,
         continuations,
         tokens,
         time.perf_counter() - started,
@@ -167,11 +183,22 @@ def _with(recipe: Recipe, transport: Transport) -> Recipe:
     return recipe.model_copy(update={"transport": transport, "critic": critic, "geometry": geometry})
 
 
-def _positions(masks: Sequence[torch.Tensor], count: int, seed: int) -> list[tuple[int, int, int]]:
-    """(batch, row, token) of trainable tokens, drawn without replacement, in order."""
-    every = [(b, row, t) for b, mask in enumerate(masks) for row, t in mask.nonzero().tolist()]
+def _positions(
+    rows: Sequence[Sequence[Row]], masks: Sequence[torch.Tensor], count: int, below: float, seed: int
+) -> tuple[list[tuple[int, int, int]], int]:
+    """(batch, row, token) of so many of the tokens sampled with a probability below `below`, in order; and of how many.
+
+    Drawn without replacement.
+    """
+    least = math.log(below) if below < 1 else math.inf
+    every = [
+        (b, row, t)
+        for b, mask in enumerate(masks)
+        for row, t in mask.nonzero().tolist()
+        if rows[b][row].response.logprobs[t] < least
+    ]
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))[:count]
-    return [every[index] for index in sorted(order.tolist())]
+    return [every[index] for index in sorted(order.tolist())], len(every)
 
 
 def advantages_at(

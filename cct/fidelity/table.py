@@ -40,6 +40,9 @@ def summary(measured: Measured) -> dict[str, Any]:
             "iteration": measured.iteration,
             "positions": len(own),
             "responses": measured.responses,
+            "trained_tokens": measured.trained_tokens,
+            "undecided_tokens": measured.undecided,
+            "below": measured.below,
             "prompts": len(np.unique(truth.cluster)),
             "continuations": measured.continuations,
             "continuation_tokens": measured.tokens,
@@ -86,45 +89,48 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
         output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     console.print(table(found))
     console.print(
-        "credit against Q(s, a) - V(s) by continuing responses. rank correlation: Spearman's; exact knowledge would reach the "
-        "ceiling. same sign: where the advantage is surely not 0. bias, variance: of credit / scale, in units of reward and "
-        f"its square; scale is 1 where credit is the advantage plus noise. [{LEVEL:.0%} intervals, bootstrap over prompts]",
+        "Credit against Q(s, a) - V(s) by continuing responses before and after a token. Rank correlation: Spearman's; "
+        "exact knowledge of the advantage would reach the ceiling. Same sign: where the advantage is surely not 0. Bias, variance: of "
+        "credit / scale around the advantage, in units of reward and its square; the scale makes credit the advantage plus a "
+        f"constant and noise. [{LEVEL:.0%} intervals, bootstrap over prompts]",
         highlight=False,
     )
     for one in found:
+        truth = one["truth"]
         console.print(
-            f"{one['source']}, iteration {one['iteration']}: {one['positions']} positions of {one['responses']} responses to "
-            f"{one['prompts']} prompts, 2 x {one['continuations']} continuations each, {one['continuation_tokens']:,} tokens, "
-            f"{one['seconds']:.0f} s; halves of the truth correlate {_shown(one['truth']['split_half'])}; its variance is "
-            f"{one['truth']['variance']:.2g}",
+            f"{one['source']}, iteration {one['iteration']}: {one['positions']} of the {one['undecided_tokens']:,} tokens (of "
+            f"{one['trained_tokens']:,} in {one['responses']:,} responses) that were sampled with a probability below "
+            f"{one['below']:g}, in responses to {one['prompts']} prompts; 2 x {one['continuations']} continuations each, "
+            f"{one['continuation_tokens']:,} tokens, {one['seconds']:.0f} s. The advantage is surely not 0 at "
+            f"{truth['surely_not_0']}; its variance is {truth['variance'] or math.nan:.2g}; halves of the truth correlate "
+            f"{_shown(truth['split_half'])}.",
             highlight=False,
         )
     return 0
 
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
-    """One row for each transport of each run, and one for what perfect knowledge would reach."""
-    result = Table(show_lines=False)
-    result.add_column("run", overflow="fold")
-    result.add_column("transport, critic", overflow="fold")
-    several = any(len(one["transports"]) > 1 for one in found)
-    for column in ("rank correlation", *(("minus own",) if several else ()), "same sign", "scale", "bias", "variance"):
+    """One row for each transport of each run, and one for what exact knowledge would reach."""
+    runs, pairs = len(found) > 1, any(len(one["transports"]) > 1 for one in found)
+    result = Table(title=None if runs else f"{found[0]['source']}, critic {found[0]['critic']}", title_justify="left")
+    if runs:
+        result.add_column("run, critic", overflow="fold")
+    result.add_column("transport", overflow="fold")
+    for column in ("rank correlation", *(["minus own"] if pairs else []), "same sign", "bias", "variance"):
         result.add_column(column, justify="right")
     for one in found:
+        run = [f"{one['source']}, {one['critic']}"] if runs else []
         for name, scores in one["transports"].items():
             less = scores.get("rank_correlation_minus_own")
             result.add_row(
-                one["source"],
-                f"{name}, {one['critic'] or 'no critic'}",
+                *run,
+                name,
                 _shown(scores["rank_correlation"]),
-                *((_shown(less) if less else "",) if several else ()),
-                *(_shown(scores[score]) for score in ("sign_agreement", "scale", "bias", "variance")),
+                *([_shown(less) if less else ""] if pairs else []),
+                *(_shown(scores[score]) for score in ("sign_agreement", "bias", "variance")),
             )
-        sure = f"of {one['truth']['surely_not_0']}"
-        result.add_row(
-            one["source"], "ceiling", _shown(one["truth"]["ceiling"]), *(("",) if several else ()), sure, "", "", "",
-            style="dim", end_section=True,
-        )  # fmt: skip
+        ceiling = [_shown(one["truth"]["ceiling"]), *([""] if pairs else []), f"of {one['truth']['surely_not_0']}", "", ""]
+        result.add_row(*run, "ceiling", *ceiling, style="dim", end_section=True)
     return result
 
 

@@ -35,10 +35,10 @@ def fidelity_section(found: Sequence[tuple[str, dict[str, Any]]], *, named: bool
         rows.append([name, "exact knowledge", "", _shown(truth["ceiling"]), "", "", "", ""])
         intervals.append(_interval(f"{name}: ceiling" if named else "ceiling", truth["ceiling"]))
         notes.append(
-            f"{name}: after iteration {one['iteration']}, {one['positions']} positions in responses to "
-            f"{one['prompts']} prompts, "
-            f"{one['continuations']} continuations before and after each; at {truth['surely_not_0']} of them the advantage is "
-            f"surely not 0 (p below {truth['p_below']}); halves of the truth correlate {_shown(truth['split_half'])}."
+            f"{name}: after iteration {one['iteration']}, {one['positions']} of the {one['undecided_tokens']:,} tokens sampled "
+            f"with a probability below {one['below']:g}, in responses to {one['prompts']} prompts; {one['continuations']} "
+            f"continuations before and after each. The advantage is surely not 0 (p below {truth['p_below']:g}) at "
+            f"{truth['surely_not_0']} of them; halves of the truth correlate {_shown(truth['split_half'])}."
         )
     table = Table(["run", "transport", "critic", *SCORES.values()], rows, texts=3)
     plot = forest(

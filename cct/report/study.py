@@ -19,7 +19,6 @@ from .svg import Interval, Series, forest, heat_map, lines, number, slopes
 # `name: (d - c) - (b - a)`, as comparisons of four arms are called; names of arms hold no blank.
 INTERACTION = re.compile(r"^(?P<name>.*): \((?P<d>\S+) - (?P<c>\S+)\) - \((?P<b>\S+) - (?P<a>\S+)\)$")
 NAMED = {"final_accuracy": "final held-out accuracy", "area": "mean of the learning curve"}
-MOST_METRICS = 2  # that get a forest plot: the ones above; the table has all
 
 
 def is_study(folder: Path) -> bool:
@@ -51,15 +50,21 @@ def study_report(folder: Path) -> Report:
         }
     )
     sections = [Section("Learning curves", _curves(arms, cells, grid))]
-    tables = {"Arms": _arms(results, arms, settings, seeds)}
-    sections.append(
-        Section("Arms", tables["Arms"].html() + f'<p class="note">Means over seeds, [{results["level"]:.0%} t interval].</p>')
-    )
+    every = list(dict.fromkeys(row["metric"] for row in results["arms"]))
+    main = [metric for metric in every if metric in NAMED or re.fullmatch("frozen/[^/]*", metric)]
+    others = [metric for metric in every if metric not in main]
+    tables = {"Arms": _arms(results, arms, settings, seeds, main)}
+    more = ""
+    if others:
+        tables["Further metrics"] = _further(results, arms, settings, others)
+        more = f"<details><summary>Further metrics</summary>{tables['Further metrics'].html()}</details>"
+    note = f'<p class="note">Means over seeds, [{results["level"]:.0%} t interval].</p>'
+    sections.append(Section("Arms", tables["Arms"].html() + note + more))
     if results["comparisons"]:
-        tables["Differences within seeds"] = _differences(results, grid)
-        sections.append(
-            Section("Differences within seeds", _forests(results, grid) + tables["Differences within seeds"].html())
-        )
+        tables["Differences within seeds"] = whole = _differences(results, grid, every)
+        some = _differences(results, grid, main)
+        rest = f"<details><summary>All metrics</summary>{whole.html()}</details>" if others else ""
+        sections.append(Section("Differences within seeds", _forests(results, main) + some.html() + rest))
     if squares := _interactions(results):
         sections.append(Section("Interactions", f'<div class="charts">{squares}</div>'))
     tables["Stability"] = _counts(results)
@@ -118,8 +123,9 @@ def _curves(arms: Sequence[str], cells: Sequence[Mapping[str, str]], grid: bool)
     return f'<div class="charts">{"".join(charts)}</div><p class="note">Lines: mean over {over}. Bands: least to greatest.</p>'
 
 
-def _arms(results: Mapping[str, Any], arms: Sequence[str], settings: Sequence[str], seeds: Sequence[int]) -> Table:
-    metrics = list(dict.fromkeys(row["metric"] for row in results["arms"]))
+def _arms(
+    results: Mapping[str, Any], arms: Sequence[str], settings: Sequence[str], seeds: Sequence[int], metrics: Sequence[str]
+) -> Table:
     at = {(row["metric"], row["arm"], row["setting"]): row for row in results["arms"]}
     rows = []
     for setting in settings:
@@ -139,7 +145,14 @@ def _arms(results: Mapping[str, Any], arms: Sequence[str], settings: Sequence[st
     return Table(["arm", "seeds", *(NAMED.get(metric, metric) for metric in metrics), "explained variance", "stable"], rows)
 
 
-def _differences(results: Mapping[str, Any], grid: bool) -> Table:
+def _further(results: Mapping[str, Any], arms: Sequence[str], settings: Sequence[str], metrics: Sequence[str]) -> Table:
+    at = {(row["metric"], row["arm"], row["setting"]): row for row in results["arms"]}
+    columns = [(arm, setting) for setting in settings for arm in arms]
+    rows = [[metric, *(_estimate(at[metric, arm, setting]) for arm, setting in columns)] for metric in metrics]
+    return Table(["metric", *(_named(*column) for column in columns)], rows)
+
+
+def _differences(results: Mapping[str, Any], grid: bool, metrics: Sequence[str]) -> Table:
     rows = [
         [
             NAMED.get(row["metric"], row["metric"]),
@@ -151,14 +164,16 @@ def _differences(results: Mapping[str, Any], grid: bool) -> Table:
             _p(row["p_holm"]),
         ]
         for row in results["comparisons"]
+        if row["metric"] in metrics
     ]
     columns = ["metric", "comparison", *(["setting"] if grid else []), "difference", "seeds", "p", "p (Holm)"]
     return Table(columns, rows, texts=3 if grid else 2)
 
 
-def _forests(results: Mapping[str, Any], grid: bool) -> str:
+def _forests(results: Mapping[str, Any], metrics: Sequence[str]) -> str:
     plots = []
-    for metric in list(dict.fromkeys(row["metric"] for row in results["comparisons"]))[:MOST_METRICS]:
+    compared = {row["metric"] for row in results["comparisons"]}
+    for metric in (metric for metric in metrics if metric in compared):
         rows = [
             _interval(_named(_short(row["comparison"]), row["setting"]), row)
             for row in results["comparisons"]
@@ -169,10 +184,10 @@ def _forests(results: Mapping[str, Any], grid: bool) -> str:
                 f"Difference of {NAMED.get(metric, metric)}",
                 rows,
                 x_label=f"difference within seeds, {results['level']:.0%} t interval",
-                note="Filled: the interval leaves out 0, before any correction for several comparisons (see p, Holm).",
             )
         )
-    return "".join(f'<div class="scroll">{plot}</div>' for plot in plots)
+    note = '<p class="note">Filled: the interval leaves out 0. Holm corrects p for all comparisons of a metric.</p>'
+    return "".join(f'<div class="scroll">{plot}</div>' for plot in plots) + note
 
 
 def _short(comparison: str) -> str:

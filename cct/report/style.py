@@ -32,8 +32,7 @@ a{color:var(--c0)}
 figure{margin:0;min-width:0}
 figcaption{font-weight:600;font-size:.92rem;margin-bottom:.15rem}
 svg{display:block;width:100%;height:auto;overflow:visible}
-svg.chart{max-width:520px}
-svg.wide{max-width:760px;min-width:520px}
+svg.wide{min-width:520px}
 svg text{
   fill:var(--soft);font:11px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;
   font-variant-numeric:tabular-nums}

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 380, 230
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 40
+WIDTH, HEIGHT = 380, 244
+LEFT, RIGHT, TOP, BOTTOM = 52, 12, 24, 40
 COLOURS = 8
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # one more each time the colours begin again
 
@@ -53,15 +53,18 @@ def number(x: float | None) -> str:
     return text.replace("-", "\N{MINUS SIGN}")
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About so many round numbers within [low, high]."""
+def ticks(low: float, high: float, count: int = 4) -> dict[float, str]:
+    """About so many round numbers within [low, high], with enough digits to be told apart."""
     if not high > low:
-        return [low]
+        return {low: number(low)}
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [round(n * step, 12) for n in range(first, math.floor(high / step + 1e-9) + 1)]
+    places = [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    if max(map(abs, places)) < 1e-4:
+        return {x: f"{x:.1e}".replace("-", "\N{MINUS SIGN}") if x else "0" for x in places}
+    digits = next(d for d in range(12) if abs(round(step, d) - step) < 1e-6 * step)
+    return {round(x, 12): f"{x:,.{digits}f}".replace("-", "\N{MINUS SIGN}") for x in places}
 
 
 def figure(caption: str, body: str, legend: Mapping[str, int] | None = None, note: str = "") -> str:
@@ -156,20 +159,20 @@ def forest(caption: str, rows: Sequence[Interval], *, x_label: str, at: float = 
     ends = [x for row in rows for x in (row.value, row.low, row.high) if math.isfinite(x)] + [at]
     low, high = _widened(min(ends), max(ends))
     left = min(320.0, max(90.0, 6.8 * max(len(row.label) for row in rows) + 20))  # room for the names
-    width, right, height = left + 470, 150, 30 * len(rows) + BOTTOM + TOP
+    width, right, height = left + 510, 160, 28 * len(rows) + BOTTOM + 10
 
     def place(x: float) -> float:
         return left + (min(max(x, low), high) - low) / (high - low) * (width - left - right)
 
     foot, middle = height - BOTTOM, (left + width - right) / 2
     parts = []
-    for tick in ticks(low, high, 5):
-        parts.append(f'<path class="grid" d="M{place(tick):.1f} {TOP}V{foot}"/>')
-        parts.append(_text(place(tick), foot + 15, number(tick), anchor="middle"))
-    parts.append(f'<path class="zero" d="M{place(at):.1f} {TOP}V{foot}"/>')
+    for tick, told in ticks(low, high, 5).items():
+        parts.append(f'<path class="grid" d="M{place(tick):.1f} 6V{foot}"/>')
+        parts.append(_text(place(tick), foot + 15, told, anchor="middle"))
+    parts.append(f'<path class="zero" d="M{place(at):.1f} 6V{foot}"/>')
     parts.append(_text(middle, height - 6, x_label, "label", "middle"))
     for index, row in enumerate(rows):
-        y = TOP + 30 * index + 15
+        y = 6 + 28 * index + 14
         from_, to = (end if math.isfinite(end) else edge for end, edge in ((row.low, low), (row.high, high)))
         known = math.isfinite(row.low) or math.isfinite(row.high)
         clear = known and (row.low > at or row.high < at)
@@ -253,20 +256,19 @@ class _Frame:
 
     def axes(self, x_label: str, y_label: str, *, whole_x: bool) -> str:
         foot, parts = HEIGHT - BOTTOM, [self.y_axis(y_label)]
-        for tick in ticks(*self.x_range, 5):
+        for tick, told in ticks(*self.x_range, 5).items():
             if not whole_x or tick.is_integer():
-                parts.append(_text(self.x(tick), foot + 16, number(tick), anchor="middle"))
+                parts.append(_text(self.x(tick), foot + 16, number(tick) if whole_x else told, anchor="middle"))
         parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, x_label, "label", "middle"))
         return "".join(parts)
 
     def y_axis(self, label: str) -> str:
         parts = []
-        for tick in ticks(*self.y_range):
+        for tick, told in ticks(*self.y_range).items():
             y = self.y(tick)
             parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-            parts.append(_text(LEFT - 6, y + 4, number(tick), anchor="end"))
-        turned = f'transform="translate(11 {TOP + self.height / 2}) rotate(-90)"'
-        return "".join(parts) + f'<text class="label" {turned} text-anchor="middle">{escape(label)}</text>'
+            parts.append(_text(LEFT - 6, y + 4, told, anchor="end"))
+        return "".join([*parts, _text(0, 10, label, "label")])
 
 
 def _text(x: float, y: float, text: str, kind: str = "tick", anchor: str = "start") -> str:
@@ -293,5 +295,6 @@ def _widened(low: float, high: float, least: float = 0.0) -> tuple[float, float]
 def _svg(title: str, parts: Sequence[str], width: float = WIDTH, height: float = HEIGHT, kind: str = "chart") -> str:
     return (
         f'<svg class="{kind}" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title, quote=True)}" '
-        f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
+        f'style="max-width:{1.35 * width if kind == "chart" else width:.0f}px" xmlns="http://www.w3.org/2000/svg">'
+        f"{''.join(parts)}</svg>"
     )
