@@ -90,9 +90,9 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
     console.print(table(found))
     console.print(
         "Credit against Q(s, a) - V(s) by continuing responses before and after a token. Rank correlation: Spearman's; "
-        "exact knowledge of the advantage would reach the ceiling. Same sign: where the advantage is surely not 0. Bias, variance: of "
-        "credit / scale around the advantage, in units of reward and its square; the scale makes credit the advantage plus a "
-        f"constant and noise. [{LEVEL:.0%} intervals, bootstrap over prompts]",
+        "exact knowledge of the advantage would reach the ceiling. Same sign: where the advantage is surely not 0. Bias, "
+        "variance: of credit / scale around the advantage, in units of reward and its square; the scale makes credit the "
+        f"advantage plus a constant and noise. [{LEVEL:.0%} intervals, bootstrap over prompts]",
         highlight=False,
     )
     for one in found:
