@@ -85,30 +85,12 @@ def measure(
     Raises RecipeError where a transport cannot be computed here, TrainingStopped where evidence fails.
     """
     started = time.perf_counter()
-    if (source / "recipe.yaml").is_file():
-        recipe, agent, tokenizer, moments, iteration = restore(source, at)
-    else:
-        if at is not None:
-            raise RecipeError(f"{source}: a recipe has no checkpoints, so there is none of iteration {at}; name a run folder")
-        recipe, moments, iteration = load_recipe(source), {}, 0
-        agent, tokenizer, _ = build(recipe)
-    for plugin in plugins:
-        try:
-            load_plugin(plugin, Path.cwd())
-        except PluginError as error:
-            raise RecipeError(str(error)) from None
-    variants = {f"{recipe.transport.use} (the run's own)": _with(recipe, recipe.transport)}
-    for text in written:
-        part = read_part("transport", text)
-        assert isinstance(part, Transport)
-        variants[text.strip()] = _with(recipe, part)
-    if not (source / "recipe.yaml").is_file() and (blind := [name for name, one in variants.items() if one.critic is not None]):
-        raise RecipeError(
-            f"{source}: transport {blind[0]} reads a critic, which has not learnt anything before a run; name a run folder"
-        )
+    recipe, agent, tokenizer, moments, iteration = _opened(source, at)
+    variants = _variants(source, recipe, written, plugins)
     if seed is not None:
         variants = {name: one.model_copy(update={"seed": seed}) for name, one in variants.items()}
     agent.to(DEVICE)
+    blind = Agent(agent.actor, None, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
     base = Collector(next(iter(variants.values())), agent, tokenizer, None)
     base.moments = moments
     try:
@@ -118,11 +100,7 @@ def measure(
             on_stage(f"sampling iteration {number}")
             sampled = base.sample(number)
             for name, variant in variants.items():
-                reader = (
-                    agent
-                    if variant.critic is not None
-                    else Agent(agent.actor, None, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
-                )
+                reader = agent if variant.critic is not None else blind
                 collector = Collector(variant, reader, tokenizer, None, base.engine)
                 collector.moments = moments
                 collected = collector.collect(number, sampled)
@@ -165,6 +143,40 @@ def measure(
         tokens,
         time.perf_counter() - started,
     )
+
+
+Opened = tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]  # as `restore` returns it
+
+
+def _opened(source: Path, at: int | None) -> Opened:
+    """A run as it was after an iteration, or a recipe before its first update."""
+    if (source / "recipe.yaml").is_file():
+        return restore(source, at)
+    if at is not None:
+        raise RecipeError(f"{source}: a recipe has no checkpoints, so there is none of iteration {at}; name a run folder")
+    recipe = load_recipe(source)
+    agent, tokenizer, _ = build(recipe)
+    return recipe, agent, tokenizer, {}, 0
+
+
+def _variants(source: Path, recipe: Recipe, written: Sequence[str], plugins: Sequence[str]) -> dict[str, Recipe]:
+    """The recipe under its own transport and under each of the others, by name."""
+    for plugin in plugins:
+        try:
+            load_plugin(plugin, Path.cwd())
+        except PluginError as error:
+            raise RecipeError(str(error)) from None
+    found = {f"{recipe.transport.use} (the run's own)": _with(recipe, recipe.transport)}
+    for text in written:
+        part = read_part("transport", text)
+        assert isinstance(part, Transport)
+        found[text.strip()] = _with(recipe, part)
+    reading = [name for name, variant in found.items() if variant.critic is not None]
+    if reading and not (source / "recipe.yaml").is_file():
+        raise RecipeError(
+            f"{source}: transport {reading[0]} reads a critic, which has not learnt anything before a run; name a run folder"
+        )
+    return found
 
 
 def _with(recipe: Recipe, transport: Transport) -> Recipe:
