@@ -328,16 +328,18 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from cct.recipe import RecipeError
-    from cct.report.read import ReportError, is_run
+    from cct.report.read import ReportError
     from cct.report.write import write_report
 
     for source in arguments.source:  # the page reads files only, so what it shows of tokens is written first
-        if is_run(source) and any((source / "rollouts").glob("*.safetensors")):
+        stored, tokens = [*(source / "rollouts").glob("*.safetensors")], source / "tokens.json"
+        if arguments.transport and not stored:
+            raise RecipeError(f"{source}: --transport needs a run's stored rollouts, and there are none")
+        written = tokens.stat().st_mtime if tokens.is_file() else 0.0
+        if stored and (arguments.transport or written < max(path.stat().st_mtime for path in stored)):
             from cct.replay import save_tokens
 
             save_tokens(source, arguments.transport, arguments.plugin)
-        elif arguments.transport:
-            raise RecipeError(f"{source}: --transport needs a run's stored rollouts, and there are none")
     try:
         for path in write_report(arguments.source, arguments.output):
             print(f"wrote {path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -110,6 +111,18 @@ def test_tokens_carry_the_credit_of_both_transports(finished):
     assert titles[0] == f"token 0: {first['tokens'][0]!r}  " + "  ".join(f"{name} {number(x)}" for name, x in expected)
     assert first["credit"][other]["gate"] is None
     assert sum(t == "input" and a["type"] == "radio" for t, a in page.tags) == 4
+
+
+def test_what_replay_saved_is_shown_until_there_are_newer_rollouts(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    assert main(["replay", str(folder), "--transport", "grpo", "--save"]) == 0
+    assert main(["report", str(folder)]) == 0
+    assert parsed(folder / "report.html").texts["h4"][:2] == ["comp_gae (the run's own)", "grpo"]
+    later = (folder / "tokens.json").stat().st_mtime + 10
+    os.utime(folder / "rollouts" / "2.safetensors", (later, later))
+    main(["report", str(folder)])
+    assert set(parsed(folder / "report.html").texts["h4"]) == {"comp_gae (the run's own)"}
 
 
 def test_text_of_a_model_is_text(finished, tmp_path):
@@ -257,23 +270,32 @@ def test_a_grid_has_a_heat_map(tmp_path):
     assert page.texts["td"].count("2/2") >= 6
 
 
+ONE, NOTHING = {"value": 0.5, "low": 0.25, "high": 0.75}, {"value": None, "low": None, "high": None}
+SCORES = {"rank_correlation": ONE, "sign_agreement": NOTHING, "scale": ONE, "bias": ONE, "variance": ONE}
+FIDELITY = {
+    "critic": "tac", "iteration": 2, "positions": 10, "prompts": 4, "continuations": 8, "below": 0.95, "undecided_tokens": 30,
+    "truth": {"ceiling": ONE, "split_half": ONE, "surely_not_0": 0, "p_below": 0.01, "variance": 0.1},
+    "transports": {"comp_gae (the run's own)": SCORES},
+}  # fmt: skip
+
+
 def test_a_study_shows_the_fidelity_of_its_cells(tmp_path):
     folder = study(tmp_path / "study")
-    one = {"value": 0.5, "low": 0.25, "high": 0.75}
-    nothing = {"value": None, "low": None, "high": None}
-    scores = {"rank_correlation": one, "sign_agreement": nothing, "scale": one, "bias": one, "variance": one}
-    fidelity = {
-        "critic": "tac", "iteration": 2, "positions": 10, "prompts": 4, "continuations": 8, 
-        "below": 0.95, "undecided_tokens": 30,
-        "truth": {"ceiling": one, "split_half": one, "surely_not_0": 0, "p_below": 0.01, "variance": 0.1},
-        "transports": {"comp_gae (the run's own)": scores},
-    }  # fmt: skip
     cell = folder / "cells" / "compo" / "1"
     cell.mkdir(parents=True)
-    (cell / "fidelity.json").write_text(json.dumps(fidelity))
+    (cell / "fidelity.json").write_text(json.dumps(FIDELITY))
     page = parsed(write_report([folder])[0])
     assert page.texts["h2"][-1] == "Fidelity of credit" and "compo, seed 1" in page.texts["text"]
     assert "0.5 [0.25, 0.75]" in page.texts["td"] and "compo, seed 1" in page.texts["td"]
+
+
+def test_a_run_shows_its_fidelity(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / "fidelity.json").write_text(json.dumps(FIDELITY | {"transports": {"gae": SCORES, "grpo": SCORES}}))
+    page = parsed(write_report([folder])[0])
+    assert "Fidelity of credit" in page.texts["h2"] and {"gae", "grpo", "ceiling"} <= set(page.texts["text"])
+    assert "| compo | grpo | tac | 0.5 [0.25, 0.75] | \N{EN DASH} |" in (folder / "report.md").read_text()
 
 
 def test_a_study_is_named_alone(tmp_path):

@@ -14,6 +14,7 @@ from html import escape
 WIDTH, HEIGHT = 380, 244
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 24, 40
 COLOURS = 8
+MOST_POINTS = 300  # of a line whose points say their numbers, so that the page of a long run stays light
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # one more each time the colours begin again
 
 
@@ -122,7 +123,7 @@ def lines(
             parts.append(f'<path class="band {colour}" d="M{there}L{back}Z"/>' if band else "")
         parts.append(f'<path class="line {colour}" stroke-dasharray="{dash}" d="{_path(frame, one)}"/>')
         kind, radius = ("point", 2.5) if one.points or len(one.x) == 1 else ("touch", 5)
-        for x, y in zip(one.x, one.y, strict=True):
+        for x, y in zip(one.x, one.y, strict=True) if len(one.x) <= MOST_POINTS else ():
             if math.isfinite(y):
                 what = escape(f"{one.name}: {number(y)} at {x_label} {number(x)}")
                 at = f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{radius}"'

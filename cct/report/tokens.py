@@ -39,7 +39,7 @@ class Pane:
 
 
 def token_view(blocks: Sequence[tuple[str, Sequence[Pane]]], name: str) -> str:
-    """HTML of (heading, panes side by side); radio buttons choose the quantity, by style alone. name: unique on the page.
+    """HTML of (heading, HTML itself; panes side by side). Radio buttons choose the quantity, without a script. name: unique.
 
     Signed quantities are coloured up to the size that all but the largest few keep below, and these as well in full; others
     from least to greatest.
@@ -59,7 +59,7 @@ def token_view(blocks: Sequence[tuple[str, Sequence[Pane]]], name: str) -> str:
         for q in there
     )
     shown = "".join(
-        f'<div class="response"><h3>{heading}</h3><div class="panes">'
+        f'<div class="response">{f"<h3>{heading}</h3>" if heading else ""}<div class="panes">'
         + "".join(_pane(pane, scales[pane.scale]) for pane in panes)
         + "</div></div>"
         for heading, panes in blocks
