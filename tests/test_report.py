@@ -182,6 +182,13 @@ def test_what_has_no_page_is_said(tmp_path, capsys, files, arguments, says):
     assert says in capsys.readouterr().err
 
 
+def test_a_file_of_another_version_is_said(finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / "fidelity.json").write_text('{"transports": {}}')
+    assert main(["report", str(tmp_path / "run")]) == 2
+    assert "a file lacks 'truth', so another version" in capsys.readouterr().err
+
+
 def test_a_page_is_html(finished, tmp_path):
     with pytest.raises(ReportError, match=r"ends in \.html"):
         write_report([finished], tmp_path / "page.pdf")

@@ -20,7 +20,7 @@ CURVES: dict[str, tuple[str, str, tuple[float, float] | None, bool]] = {
     "critic/explained_variance": ("Explained variance of the Monte-Carlo return", "at most 1", None, True),
     "policy/approx_kl": ("KL from sampling to new policy", "nats", None, False),
     "policy/clip_fraction": ("Tokens where the clip took effect", "share", None, False),
-    "gate/mean": ("Gate: discount per token, mean ± deviation", "discount", None, False),
+    "gate/mean": ("Gate: mean discount per token", "discount", None, False),
     "train/entropy": ("Entropy of the policy", "nats per token", None, False),
     "train/length": ("Length of responses", "tokens", None, False),
     "train/truncated": ("Responses cut by the length limit", "share", None, False),
@@ -153,16 +153,16 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
                 least_span=LEAST_SPAN.get(metric, 0.0),
                 zero=zero,
                 shade_to=shade,
+                note="Band: one standard deviation over tokens." if series[0].low is not None else "",
             )
         )
     for name, run in zip(names, runs, strict=True):
         x = run.series("time/iteration")[0]
         events = [event for event in run.events if "time/iteration" in event]
         stages = {s: [float(event.get(f"time/{s}", 0.0)) for event in events] for s in STAGES}
-        there = {stage: values for stage, values in stages.items() if any(values)}
-        if there:
+        if any(map(any, stages.values())):
             caption = "Time per stage" + (f", {name}" if len(runs) > 1 else "")
-            charts.append(stacked(caption, x, there, x_label="iteration", y_label="s"))
+            charts.append(stacked(caption, x, stages, x_label="iteration", y_label="s"))
     note = "<p class=note>Grey: the critic's warm-up, before the first update of the policy.</p>" if shade else ""
     return f'<div class="charts">{"".join(charts)}</div>{note}'
 

@@ -133,7 +133,7 @@ def lines(
 
 
 def stacked(caption: str, x: Sequence[float], parts_of: Mapping[str, Sequence[float]], *, x_label: str, y_label: str) -> str:
-    """Bars over x, each the sum of its parts."""
+    """Bars over x, each the sum of its parts. A part that is 0 throughout keeps its colour for a chart where it is not."""
     totals = [sum(values) for values in zip(*parts_of.values(), strict=True)]
     if not totals or max(totals) <= 0:
         return figure(caption, '<p class="note">no data</p>')
@@ -142,14 +142,15 @@ def stacked(caption: str, x: Sequence[float], parts_of: Mapping[str, Sequence[fl
     width = max(1.0, (frame.x(1) - frame.x(0)) * 0.8)
     below = [0.0] * len(x)
     for index, (name, values) in enumerate(parts_of.items()):
-        for place, value in enumerate(values):
+        for place, value in enumerate(values if any(values) else ()):
             top, foot = frame.y(below[place] + value), frame.y(below[place])
             below[place] += value
             what = escape(f"{name}: {number(value)} {y_label} at {x_label} {number(x[place])}")
             size = f'width="{width:.1f}" height="{max(0.0, foot - top):.1f}"'
             at = f'x="{frame.x(x[place]) - width / 2:.1f}" y="{top:.1f}"'
             drawn.append(f'<rect class="bar c{index % COLOURS}" {at} {size}><title>{what}</title></rect>')
-    return figure(caption, _svg(caption, drawn), {name: index for index, name in enumerate(parts_of)})
+    legend = {name: index for index, (name, values) in enumerate(parts_of.items()) if any(values)}
+    return figure(caption, _svg(caption, drawn), legend)
 
 
 def forest(caption: str, rows: Sequence[Interval], *, x_label: str, at: float = 0.0, note: str = "") -> str:

@@ -18,7 +18,13 @@ def write_report(sources: Sequence[Path], output: Path | None = None) -> list[Pa
     studies = [source for source in sources if is_study(source)]
     if studies and len(sources) > 1:
         raise ReportError(f"{studies[0]}: a study has a page of its own; name it alone")
-    report = study_report(sources[0]) if studies else runs_report(sources)
+    try:
+        report = study_report(sources[0]) if studies else runs_report(sources)
+    except KeyError as error:
+        raise ReportError(
+            f"{', '.join(map(str, sources))}: a file lacks {error}, so another version of cct wrote it; tokens.json and "
+            "fidelity.json may be removed and made again"
+        ) from error
     page = output or sources[0] / "report.html"
     if page.suffix != ".html":
         raise ReportError(f"{page}: the page is HTML; name a file that ends in .html")
