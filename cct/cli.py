@@ -125,8 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument(
         "--transport", action="append", default=[], metavar="YAML", help="a name or '{use: gae, lam: 0.95}'; may be repeated"
     )
-
     replay.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
+    replay.add_argument("--save", action="store_true", help="write tokens.json: some responses token by token, for the report")
 
     study = add("study", _study, "run a study, recipes times seeds side by side, and its statistics; goes on where it was cut")
     study.add_argument(
@@ -138,6 +138,34 @@ def _parser() -> argparse.ArgumentParser:
     study.add_argument(
         "--studies", metavar="DIR", type=Path, default=Path("studies"), help="where study folders are made (default: studies)"
     )
+
+    report = add("report", _report, "write an HTML page about a study or a run, or about several runs side by side")
+    report.add_argument("source", nargs="+", metavar="STUDY_OR_RUN", type=Path)
+    report.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first folder")
+    report.add_argument(
+        "--transport", action="append", default=[], metavar="YAML", help="to show beside a run's own; as for replay"
+    )
+    report.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
+
+    fidelity = add("fidelity", _fidelity, "score the credit of transports against the true advantage, found by branching")
+    fidelity.add_argument(
+        "source", nargs="+", metavar="RUN_OR_RECIPE", type=Path, help="runs, or recipes before their first update"
+    )
+    fidelity.add_argument(
+        "--transport", action="append", default=[], metavar="YAML", help="beside the run's own; as for replay"
+    )
+    fidelity.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
+    fidelity.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the newest)")
+    fidelity.add_argument("--batches", type=int, default=4, metavar="N", help="iterations of responses sampled (default: 4)")
+    fidelity.add_argument("--positions", type=int, default=512, metavar="N", help="tokens looked at (default: 512)")
+    fidelity.add_argument(
+        "--below", type=float, default=0.95, metavar="P", help="of those sampled with a probability below P (default: 0.95)"
+    )
+    fidelity.add_argument(
+        "--continuations", type=int, default=32, metavar="M", help="sampled before and after each of them (default: 32)"
+    )
+    fidelity.add_argument("--seed", type=int, metavar="S", help="of prompts and sampling (default: the recipe's)")
+    fidelity.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results of all runs here, as JSON")
 
     export = add("export", _export, "write the policy of a run's checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path)
@@ -320,7 +348,62 @@ def _eval(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from cct.replay import print_replay
 
-    return print_replay(arguments.run, arguments.transport, arguments.plugin)
+    return print_replay(arguments.run, arguments.transport, arguments.plugin, save=arguments.save)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from cct.recipe import RecipeError
+    from cct.report.read import ReportError
+    from cct.report.write import write_report
+
+    for source in arguments.source:  # the page reads files only, so what it shows of tokens is written first
+        stored, tokens = [*(source / "rollouts").glob("*.safetensors")], source / "tokens.json"
+        if arguments.transport and not stored:
+            raise RecipeError(f"{source}: --transport needs a run's stored rollouts, and there are none")
+        written = tokens.stat().st_mtime if tokens.is_file() else 0.0
+        if stored and (arguments.transport or written < max(path.stat().st_mtime for path in stored)):
+            from cct.replay import save_tokens
+
+            save_tokens(source, arguments.transport, arguments.plugin)
+    try:
+        for path in write_report(arguments.source, arguments.output):
+            print(f"wrote {path}")
+    except ReportError as error:
+        raise RecipeError(str(error)) from None
+    return 0
+
+
+def _fidelity(arguments: argparse.Namespace) -> int:
+    from cct.recipe import RecipeError
+
+    for name, least in (("batches", 1), ("positions", 2), ("continuations", 4)):
+        if getattr(arguments, name) < least:
+            raise RecipeError(f"--{name} {getattr(arguments, name)}: at least {least} are needed")
+    if not 0 < arguments.below <= 1:
+        raise RecipeError(f"--below {arguments.below:g}: a probability above 0, and at most 1, for all tokens")
+    try:
+        from cct.fidelity.table import print_fidelity
+        from cct.training.rows import TrainingStopped
+    except ModuleNotFoundError as error:
+        if error.name != "scipy":
+            raise
+        raise RecipeError("cct fidelity needs SciPy, which is not installed: pip install 'cct[study]'") from None
+    try:
+        return print_fidelity(
+            arguments.source,
+            arguments.transport,
+            arguments.output,
+            plugins=arguments.plugin,
+            at=arguments.iteration,
+            batches=arguments.batches,
+            positions=arguments.positions,
+            below=arguments.below,
+            continuations=arguments.continuations,
+            seed=arguments.seed,
+        )
+    except TrainingStopped as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
 
 
 def _study(arguments: argparse.Namespace) -> int:

@@ -76,6 +76,8 @@ class Training(Knobs):
     """Greatest gradient norm, of the actor and of the critic each by itself."""
     checkpoint_every: int = Field(10, ge=1)
     """Iterations between checkpoints; the last iteration is always kept."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """How many of the newest are kept: two, should the last be cut short; more to look back with `cct fidelity --iteration`."""
     strategy: Literal["auto", "ddp", "fsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"] = "auto"
     """How processes share the work, through Lightning: auto is one process, or ddp where there are more; fsdp and
     deepspeed_3 split the weights too; deepspeed needs the extra `.[deepspeed]`. All run on CPUs as well."""

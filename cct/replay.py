@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cct.loading import load_recipe, read_part
 from cct.recipe import Recipe, RecipeError
 from cct.registry import PluginError, load_plugin
-from cct.rollout import Rollout
+from cct.rollout import Credit, Rollout
 from cct.training.rollouts import load, stored
-from cct.transport import Transport
+from cct.transport import Transport, gated_gae
 
 PARTS = 5  # of a response, for where the mass lies
+PROMPTS = 3  # of an iteration, in tokens.json
 WIDTH = 100  # of the table, where the terminal does not say
 
 
@@ -58,41 +62,128 @@ class Sums:
         return (self.xy - self.x * self.y / self.tokens) / (spread[0] * spread[1]) ** 0.5
 
 
+@dataclass(frozen=True)
+class Replay:
+    """A run's stored rollouts, and the transports to try on them, the run's own first."""
+
+    folder: Path
+    recipe: Recipe
+    paths: dict[int, Path]
+    transports: dict[str, Transport]
+
+    @classmethod
+    def of(cls, folder: Path, written: Sequence[str], plugins: Sequence[str] = ()) -> Replay:
+        """Raises RecipeError where the run has no rollouts, or a transport is none."""
+        if not (folder / "recipe.yaml").is_file():
+            raise RecipeError(f"{folder}: not a run folder (no recipe.yaml)")
+        recipe, paths = load_recipe(folder / "recipe.yaml"), stored(folder)
+        if not paths:
+            raise RecipeError(
+                f"{folder}: no rollouts were stored (logging.rollouts is {recipe.logging.rollouts}, rollouts_mb "
+                f"{recipe.logging.rollouts_mb:g}); a run with --set logging.rollouts=always keeps all"
+            )
+        for plugin in plugins:
+            try:
+                load_plugin(plugin, Path.cwd())
+            except PluginError as error:
+                raise RecipeError(str(error)) from None
+        transports = {f"{recipe.transport.use} (the run's own)": recipe.transport}
+        for text in written:
+            part = read_part("transport", text)
+            assert isinstance(part, Transport)
+            transports[text.strip()] = part
+        return cls(folder, recipe, paths, transports)
+
+    def credit(self, iteration: int, rollout: Rollout) -> dict[str, Credit]:
+        """Of a stored rollout, by transport. Raises RecipeError where it lacks what a transport reads."""
+        return {name: _credit(part, name, rollout, self.recipe, iteration) for name, part in self.transports.items()}
+
+
 def compare(folder: Path, written: Sequence[str], plugins: Sequence[str] = ()) -> tuple[list[int], dict[str, Sums]]:
     """The iterations that are stored, and for each transport, the run's own first, how its credit compares.
 
     Raises RecipeError where the run has no rollouts, or where they lack what a transport reads.
     """
-    if not (folder / "recipe.yaml").is_file():
-        raise RecipeError(f"{folder}: not a run folder (no recipe.yaml)")
-    recipe, paths = load_recipe(folder / "recipe.yaml"), stored(folder)
-    if not paths:
-        raise RecipeError(
-            f"{folder}: no rollouts were stored (logging.rollouts is {recipe.logging.rollouts}, rollouts_mb "
-            f"{recipe.logging.rollouts_mb:g}); a run with --set logging.rollouts=always keeps all"
-        )
-    for plugin in plugins:
-        try:
-            load_plugin(plugin, Path.cwd())
-        except PluginError as error:
-            raise RecipeError(str(error)) from None
-    own = {f"{recipe.transport.use} (the run's own)": recipe.transport}
-    others = {}
-    for text in written:
-        part = read_part("transport", text)
-        assert isinstance(part, Transport)
-        others[text.strip()] = part
-    sums = {name: Sums() for name in own | others}
-    for number, path in paths.items():
+    replay = Replay.of(folder, written, plugins)
+    sums = {name: Sums() for name in replay.transports}
+    for number, path in replay.paths.items():
         rollout = load(path)
-        (reference,) = (_advantages(part, name, rollout, recipe, number) for name, part in own.items())
-        for name, part in (own | others).items():
-            credit = reference if part is recipe.transport else _advantages(part, name, rollout, recipe, number)
-            sums[name].add(reference, credit, rollout.mask)
-    return list(paths), sums
+        credits = replay.credit(number, rollout)
+        own = next(iter(credits.values())).advantages
+        for name, credit in credits.items():
+            sums[name].add(own, credit.advantages, rollout.mask)
+    return list(replay.paths), sums
 
 
-def _advantages(transport: Transport, name: str, rollout: Rollout, recipe: Recipe, iteration: int) -> Tensor:
+def save_tokens(folder: Path, written: Sequence[str], plugins: Sequence[str] = ()) -> Path:
+    """Write tokens.json into the run: some stored responses token by token, with what each transport made of them.
+
+    Of the first and of the last stored iteration after the warm-up, and of PROMPTS prompts each, one response that scored
+    highest and one that scored lowest. Raises RecipeError as `compare`.
+    """
+    replay = Replay.of(folder, written, plugins)
+    recipe = replay.recipe
+    tokenizer = recipe.policy.tokenizer(alphabet=recipe.task.alphabet)
+    numbers = [number for number in replay.paths if number > 0] or list(replay.paths)
+    responses = []
+    for number in dict.fromkeys((numbers[0], numbers[-1])):
+        rollout = load(replay.paths[number])
+        credits = replay.credit(number, rollout)
+        deltas = {name: _deltas(replay.transports[name], rollout, credit) for name, credit in credits.items()}
+        for row in _telling(rollout):
+            responses.append({"iteration": number} | _response(rollout, credits, deltas, row, tokenizer))
+    path = folder / "tokens.json"
+    path.write_text(json.dumps({"recipe": recipe.name, "responses": responses}, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def _telling(rollout: Rollout) -> list[int]:
+    """Rows to show: of each prompt, the highest and the lowest score; prompts where these differ come first."""
+    pairs = []
+    for group in rollout.groups[rollout.valid].unique().tolist():
+        rows = [row for row in range(len(rollout.groups)) if rollout.groups[row] == group and rollout.valid[row]]
+        scores = {row: float(rollout.scores[row]) for row in rows}
+        high, low = max(rows, key=lambda row: scores[row]), min(rows, key=lambda row: scores[row])
+        pairs.append((scores[low] - scores[high], group, [high] if scores[high] == scores[low] else [high, low]))
+    return [row for _, _, rows in sorted(pairs)[:PROMPTS] for row in rows]
+
+
+def _deltas(transport: Transport, rollout: Rollout, credit: Credit) -> Tensor | None:
+    """TD errors r + g V' - V under the transport's discount; None where it reads no values."""
+    if "values" not in transport.needs or rollout.values is None:
+        return None
+    discount = credit.gate if credit.gate is not None else getattr(transport, "gamma", 1.0)
+    return gated_gae(rollout.rewards, rollout.values, rollout.mask, gamma=discount, lam=0.0, bootstrap=rollout.bootstrap)[0]
+
+
+def _response(
+    rollout: Rollout, credits: dict[str, Credit], deltas: dict[str, Tensor | None], row: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """What tokens.json holds of one response."""
+    width = rollout.mask.shape[1]
+    prompt, length = rollout.input_ids[row, :-width], int(rollout.attention_mask[row, -width:].sum())
+    tokens = rollout.input_ids[row, -width:][:length].tolist()
+
+    def listed(x: Tensor | None) -> list[float | None] | None:
+        numbers = [] if x is None else [float(value) for value in x[row, :length]]
+        return None if x is None else [round(value, 6) if math.isfinite(value) else None for value in numbers]
+
+    return {
+        "group": int(rollout.groups[row]),
+        "prompt": tokenizer.decode(prompt[rollout.attention_mask[row, :-width].bool()], skip_special_tokens=True),
+        "tokens": [tokenizer.decode([token]) for token in tokens],
+        "trained": rollout.mask[row, :length].tolist(),
+        "reward": float(rollout.scores[row]),
+        "finished": not bool(rollout.truncated[row]),
+        "value": listed(rollout.values),
+        "credit": {
+            name: {"advantage": listed(credit.advantages), "gate": listed(credit.gate), "delta": listed(deltas[name])}
+            for name, credit in credits.items()
+        },
+    }
+
+
+def _credit(transport: Transport, name: str, rollout: Rollout, recipe: Recipe, iteration: int) -> Credit:
     where = f"transport {name}"
     if "values" in transport.needs and rollout.values is None:
         raise RecipeError(f"{where} needs values, and the run had no critic, so its rollouts hold none")
@@ -107,16 +198,16 @@ def _advantages(transport: Transport, name: str, rollout: Rollout, recipe: Recip
                 f"did not take; stored are: {', '.join(rollout.stats)}. A run whose transport asks for it stores it"
             )
     try:
-        advantages = transport(rollout).advantages
+        credit = transport(rollout)
     except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
         raise RecipeError(f"{where} on iteration {iteration}: {type(error).__name__}: {error}") from error
-    if advantages.shape != rollout.mask.shape or not bool(advantages[rollout.mask].isfinite().all()):
+    if credit.advantages.shape != rollout.mask.shape or not bool(credit.advantages[rollout.mask].isfinite().all()):
         raise RecipeError(f"{where} on iteration {iteration}: expected finite advantages of shape {tuple(rollout.mask.shape)}")
-    return advantages
+    return credit
 
 
-def print_replay(folder: Path, written: Sequence[str], plugins: Sequence[str] = ()) -> int:
-    """Print the table. Returns 0."""
+def print_replay(folder: Path, written: Sequence[str], plugins: Sequence[str] = (), *, save: bool = False) -> int:
+    """Print the table; write tokens.json, if asked. Returns 0."""
     iterations, sums = compare(folder, written, plugins)
     tokens = next(iter(sums.values())).tokens
     span = f"{iterations[0]} to {iterations[-1]}" if len(iterations) > 1 else str(iterations[0])
@@ -144,4 +235,6 @@ def print_replay(folder: Path, written: Sequence[str], plugins: Sequence[str] = 
         "each fifth of a response",
         highlight=False,
     )
+    if save:
+        console.print(f"wrote {save_tokens(folder, written, plugins)}", highlight=False)
     return 0

@@ -16,7 +16,7 @@ LAYERS = [
     ("recipe",),
     ("loading",),
     ("training", "explain", "scaffold", "preflight", "catalogue"),
-    ("study", "plan", "conformance", "replay"),
+    ("study", "plan", "conformance", "replay", "fidelity"),
     ("report",),
     ("cli",),
 ]
@@ -81,7 +81,7 @@ def test_imports_point_one_way(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_knobs_need_no_torch(path):
-    if part_of(path) in ("training", "study", "report", "conformance", "replay"):
+    if part_of(path) in ("training", "study", "report", "conformance", "replay", "fidelity"):
         return
     if path.name in TENSOR_FILES or path.parent.name == "functional":
         return

@@ -25,8 +25,6 @@ from .ranks import Ranks
 from .rollouts import store
 from .rows import evaluate
 
-KEEP_CHECKPOINTS = 2  # the newest, and one before it
-
 
 class JsonLinesLogger(Logger):
     """metrics.jsonl: one JSON object per event, with its iteration."""
@@ -115,7 +113,7 @@ class Recorder(Callback):
             trainer.save_checkpoint(unfinished)
             if trainer.is_global_zero:
                 _put(unfinished, whole)
-            for old in checkpoints(self.folder)[:-KEEP_CHECKPOINTS] if trainer.is_global_zero else []:
+            for old in checkpoints(self.folder)[: -self.recipe.training.keep_checkpoints] if trainer.is_global_zero else []:
                 _remove(old)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:

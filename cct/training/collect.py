@@ -68,6 +68,7 @@ class Iteration:
 
     started: float  # time.perf_counter() when it began
     rollout: Rollout  # as the transport saw it
+    rows: list[Row]  # the responses, in the rollout's order
     credit: Credit
     updates: list[Minibatch]
     micro_batches: int  # of them in an optimizer step
@@ -78,7 +79,14 @@ class Iteration:
 class Collector:
     """Makes the iterations of a run. Its only state is the running moments of the gates' statistics, and the open engine."""
 
-    def __init__(self, recipe: Recipe, agent: Agent, tokenizer: PreTrainedTokenizerBase, reference: PreTrainedModel | None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        agent: Agent,
+        tokenizer: PreTrainedTokenizerBase,
+        reference: PreTrainedModel | None,
+        engine: Engine | None = None,  # of the agent's actor, where one is open already
+    ):
         self.recipe, self.agent, self.tokenizer = recipe, agent, tokenizer
         self.reference = (
             Agent(reference, None, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
@@ -87,7 +95,7 @@ class Collector:
         )
         self.moments: dict[str, tuple[float, float]] = {}
         self.on_stage: Callable[[str], None] = lambda stage: None
-        self._engine: Engine | None = None
+        self._engine = engine
 
     @property
     def engine(self) -> Engine:
@@ -112,8 +120,14 @@ class Collector:
             self._engine.close()
         self._engine = None
 
-    def collect(self, iteration: int) -> Iteration:
-        """Iteration number 1, 2, ...; 0 and below are the critic's warm-up."""
+    def sample(self, iteration: int, on_stage: Callable[[str], None] = lambda stage: None) -> tuple[list[Row], Counter[str]]:
+        """The judged responses of an iteration, in the order of the prompts, and how often which evidence raised."""
+        seed = derive_seed(self.recipe.seed, "sample", iteration)
+        prompts = self.recipe.prompts(iteration, iteration)
+        return sample_rows(self.recipe, self.engine, self.tokenizer, prompts, seed, Ranks.current(), on_stage)
+
+    def collect(self, iteration: int, sampled: tuple[list[Row], Counter[str]] | None = None) -> Iteration:
+        """Iteration number 1, 2, ...; 0 and below are the critic's warm-up. sampled: what `sample` gave, where it was asked."""
         recipe, ranks = self.recipe, Ranks.current()
         clock, started = list[tuple[str, float]](), time.perf_counter()
 
@@ -122,13 +136,14 @@ class Collector:
             clock.append((name, time.perf_counter()))
 
         seed = lambda purpose: derive_seed(recipe.seed, purpose, iteration)  # noqa: E731
-        prompts = recipe.prompts(iteration, iteration)
-        rows, errors = sample_rows(recipe, self.engine, self.tokenizer, prompts, seed("sample"), ranks, stage)
+        rows, errors = sampled or self.sample(iteration, stage)
         baselines: list[float] | None = None
         if recipe.needs("greedy"):
             stage("greedy")
-            baselines, greedy_errors = greedy_scores(recipe, self.engine, self.tokenizer, prompts, ranks)
-            errors += greedy_errors
+            baselines, greedy_errors = greedy_scores(
+                recipe, self.engine, self.tokenizer, recipe.prompts(iteration, iteration), ranks
+            )
+            errors = errors + greedy_errors
         # Rows in random order from here on: the behaviour forward's chunks are the minibatches.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed("order"))).tolist()
         ordered = [rows[index] for index in order]
@@ -169,7 +184,7 @@ class Collector:
             for number, row in enumerate(rows[: recipe.logging.samples])
         ]
         minibatches = len(rows) // recipe.training.minibatch_size
-        return Iteration(started, seen, credit, updates, len(plan[0]) // minibatches, samples, metrics)
+        return Iteration(started, seen, ordered, credit, updates, len(plan[0]) // minibatches, samples, metrics)
 
     @property
     def _on_policy(self) -> bool:

@@ -1,4 +1,4 @@
-"""`cct export`: the policy of a checkpoint as a Hugging Face folder."""
+"""What a checkpoint holds: `cct export`, its policy as a Hugging Face folder; and a run restored to go on sampling from it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cct.loading import load_recipe
 from cct.policy.weights import add_lora, save
-from cct.recipe import RecipeError
+from cct.recipe import Recipe, RecipeError
 
+from .agent import Agent
 from .callbacks import checkpoints
+from .module import RolloutData
+from .run import build
 
 ACTOR = "agent.actor."
 
@@ -22,15 +26,9 @@ def export(run: Path, folder: Path, iteration: int | None = None) -> Path:
     Adapters are merged, weights that DeepSpeed split are put together. Raises RecipeError where there is no such
     checkpoint, or something stands in `folder`.
     """
-    if not (run / "recipe.yaml").is_file():
-        raise RecipeError(f"{run}: not a run folder (no recipe.yaml)")
-    saved = {int(path.stem): path for path in checkpoints(run)}
-    if not saved or iteration not in {None, *saved}:
-        there = f"there are those of iterations {', '.join(map(str, saved))}" if saved else "none was taken yet"
-        raise RecipeError(f"{run}: no checkpoint of iteration {iteration}; {there}")
+    checkpoint = checkpoint_of(run, iteration)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RecipeError(f"{folder}: something is there already; name a new folder")
-    checkpoint = saved[max(saved) if iteration is None else iteration]
     recipe = load_recipe(run / "recipe.yaml")
     actor, tokenizer = recipe.policy.load(alphabet=recipe.task.alphabet, seed=recipe.seed)
     if recipe.policy.lora:
@@ -42,6 +40,17 @@ def export(run: Path, folder: Path, iteration: int | None = None) -> Path:
     return checkpoint
 
 
+def checkpoint_of(run: Path, iteration: int | None = None) -> Path:
+    """The checkpoint after an iteration, the newest where None. Raises RecipeError where there is none."""
+    if not (run / "recipe.yaml").is_file():
+        raise RecipeError(f"{run}: not a run folder (no recipe.yaml)")
+    saved = {int(path.stem): path for path in checkpoints(run)}
+    if not saved or iteration not in {None, *saved}:
+        there = f"there are those of iterations {', '.join(map(str, saved))}" if saved else "none was taken yet"
+        raise RecipeError(f"{run}: no checkpoint of iteration {iteration}; {there}")
+    return saved[max(saved) if iteration is None else iteration]
+
+
 def actor_weights(checkpoint: Path) -> dict[str, Any]:
     """The actor's part of a checkpoint: a file of Lightning's, or a folder of DeepSpeed's."""
     if checkpoint.is_dir():
@@ -51,3 +60,19 @@ def actor_weights(checkpoint: Path) -> dict[str, Any]:
     else:
         weights = torch.load(checkpoint, map_location="cpu", weights_only=False)["state_dict"]
     return {name[name.index(ACTOR) + len(ACTOR) :]: weight for name, weight in weights.items() if ACTOR in name}
+
+
+def restore(run: Path, iteration: int | None = None) -> tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]:
+    """A run as it was after an iteration (default: its newest checkpoint): its recipe, policy and critic, tokenizer, running
+    moments, and the iteration. Raises RecipeError where there is no such checkpoint, or it is a folder of DeepSpeed's.
+    """
+    checkpoint = checkpoint_of(run, iteration)
+    if checkpoint.is_dir():
+        raise RecipeError(f"{checkpoint}: a critic cannot be read from a checkpoint of DeepSpeed's yet")
+    recipe = load_recipe(run / "recipe.yaml")
+    # The weights are replaced, so no warm start is made for them, unless a reference model is to start from it.
+    bare = recipe.policy if recipe.needs("reference") else recipe.policy.model_copy(update={"warm_start": None})
+    agent, tokenizer, _ = build(recipe.model_copy(update={"policy": bare}))
+    saved = torch.load(checkpoint, map_location="cpu", weights_only=False)
+    agent.load_state_dict({name.removeprefix("agent."): weight for name, weight in saved["state_dict"].items()})
+    return recipe, agent, tokenizer, saved[RolloutData.__name__]["moments"], int(checkpoint.stem)

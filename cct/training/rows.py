@@ -17,6 +17,8 @@ from cct.rollout import Prompt, Response, derive_seed
 
 from .ranks import Ranks
 
+State = tuple[int, tuple[int, ...]]  # the number of a prompt within the iteration, and the tokens emitted after it
+
 
 class TrainingStopped(RuntimeError):
     """A run that cannot go on; the message names the component and the iteration."""
@@ -161,6 +163,59 @@ def greedy_scores(
     return [score for part, _ in gathered for score in part], sum((counts for _, counts in gathered), Counter())
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """A response continued from within, judged."""
+
+    first: int
+    """The token emitted first."""
+    value: float
+    """Return from there on."""
+
+
+def continue_from(
+    recipe: Recipe,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    rows: Sequence[Row],
+    states: Sequence[State],
+    each: int,
+    seed: int,
+    ranks: Ranks,
+) -> tuple[list[list[Continuation]], dict[str, float], Counter[str]]:
+    """`each` continuations of every state, without those that evidence dropped; the prompts are those of `rows`.
+
+    A continuation may become as long as the response might have. Each rank samples a share; what is drawn depends on the
+    seed and on the place in the list of states only. Returns as well the metrics of what it cost, and how often which
+    evidence raised.
+    """
+    room, of_group = recipe.generation.max_new_tokens, {row.group: row for row in rows}
+    mine = [(number, *states[number // each]) for number in ranks.share(len(states) * each)]
+    completions = engine.generate(
+        [(*of_group[group].prompt_tokens, *prefix) for _, group, prefix in mine],
+        [derive_seed(seed, number) for number, _, _ in mine],
+        [room - len(prefix) for _, _, prefix in mine],
+    )
+    responses = []
+    for (_, _, prefix), completion in zip(mine, completions, strict=True):
+        tokens = (*prefix, *completion.tokens)
+        responses.append(Response(str(tokenizer.decode(list(tokens), skip_special_tokens=True)), tokens, completion.finished))
+    rewards, keep, errors = judge(recipe.evidence, [of_group[group].prompt for _, group, _ in mine], responses)
+    found = [
+        Continuation(completion.tokens[0], sum(reward[len(prefix) :])) if kept else None
+        for (_, _, prefix), completion, reward, kept in zip(mine, completions, rewards, keep, strict=True)
+    ]
+    gathered = ranks.gather((found, sum(len(completion.tokens) for completion in completions), errors))
+    every = [one for part, _, _ in gathered for one in part]
+    of_state = [[one for one in every[n * each : (n + 1) * each] if one is not None] for n in range(len(states))]
+    cost = {
+        "branch/prefixes": float(len(states)),
+        "branch/responses": float(len(every)),
+        "branch/tokens": float(sum(tokens for _, tokens, _ in gathered)),
+    }
+    return of_state, cost, sum((counts for _, _, counts in gathered), Counter())
+
+
 def branch(
     recipe: Recipe,
     engine: Engine,
@@ -172,45 +227,18 @@ def branch(
 ) -> tuple[list[list[float]], dict[str, float], Counter[str]]:
     """Monte-Carlo values: the mean return, from its place on, of continuations of each row's response at each of its starts.
 
-    A continuation may become as long as the response might have. Rows that share a prefix, as all of a prompt do at their
-    first token, share its continuations. Each rank samples a share; what is drawn depends on the seed and on the place in
-    the list of prefixes only. A prefix all of whose continuations were dropped by evidence takes the row's own return.
-    Returns values as `starts`, the metrics of what it cost, and how often which evidence raised.
+    Rows that share a prefix, as all of a prompt do at their first token, share its continuations. A prefix all of whose
+    continuations were dropped by evidence takes the row's own return. Returns values as `starts`, and cost and errors as
+    `continue_from`.
     """
-    each, room = recipe.transport.branches, recipe.generation.max_new_tokens
     prefixes = [[(row.group, row.response.tokens[:t]) for t in places] for row, places in zip(rows, starts, strict=True)]
-    of_group = {row.group: row for row in rows}
     distinct = list(dict.fromkeys(prefix for some in prefixes for prefix in some))
-    mine = [(number, *distinct[number // each]) for number in ranks.share(len(distinct) * each)]
-    completions = engine.generate(
-        [(*of_group[group].prompt_tokens, *prefix) for _, group, prefix in mine],
-        [derive_seed(seed, number) for number, _, _ in mine],
-        [room - len(prefix) for _, _, prefix in mine],
-    )
-    responses = []
-    for (_, _, prefix), completion in zip(mine, completions, strict=True):
-        tokens = (*prefix, *completion.tokens)
-        responses.append(Response(str(tokenizer.decode(list(tokens), skip_special_tokens=True)), tokens, completion.finished))
-    rewards, keep, errors = judge(recipe.evidence, [of_group[group].prompt for _, group, _ in mine], responses)
-    returns = [
-        sum(reward[len(prefix) :]) if kept else None for (_, _, prefix), reward, kept in zip(mine, rewards, keep, strict=True)
-    ]
-    gathered = ranks.gather((returns, sum(len(completion.tokens) for completion in completions), errors))
-    every = [x for part, _, _ in gathered for x in part]
-    mean: dict[tuple[int, tuple[int, ...]], float] = {}
-    for number, state in enumerate(distinct):
-        kept_returns = [x for x in every[number * each : (number + 1) * each] if x is not None]
-        if kept_returns:
-            mean[state] = sum(kept_returns) / len(kept_returns)
+    found, cost, errors = continue_from(recipe, engine, tokenizer, rows, distinct, recipe.transport.branches, seed, ranks)
+    mean = {state: sum(one.value for one in some) / len(some) for state, some in zip(distinct, found, strict=True) if some}
     values = [
         [mean.get(state, sum(row.rewards[len(state[1]) :])) for state in some] for row, some in zip(rows, prefixes, strict=True)
     ]
-    cost = {
-        "branch/prefixes": float(len(distinct)),
-        "branch/responses": float(len(every)),
-        "branch/tokens": float(sum(tokens for _, tokens, _ in gathered)),
-    }
-    return values, cost, sum((counts for _, _, counts in gathered), Counter())
+    return values, cost, errors
 
 
 def evaluate(recipe: Recipe, engine: Engine, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, float]:

@@ -1,0 +1,1 @@
+"""How good the credit itself is: what transports give, against the true advantage found by branching."""

@@ -1,0 +1,251 @@
+"""The true advantage at positions of fresh rollouts, and the credit of transports at the same positions."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from cct.evidence import close_workers
+from cct.loading import load_recipe, read_part
+from cct.policy.sampling import Engine
+from cct.recipe import Recipe, RecipeError
+from cct.registry import PluginError, load_plugin
+from cct.rollout import derive_seed
+from cct.training.agent import Agent
+from cct.training.collect import Collector
+from cct.training.export import restore
+from cct.training.ranks import Ranks
+from cct.training.rows import Row, State, continue_from
+from cct.training.run import build
+from cct.transport import Transport
+
+from .scores import Array, Truth, branched_advantage
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found at each position, and where it was found."""
+
+    source: str
+    """The run, or the recipe whose starting policy was looked at."""
+    recipe: str
+    """Its name."""
+    critic: str | None
+    iteration: int
+    """After which the policy and the critic were as they were here."""
+    truth: Truth
+    credit: dict[str, Array]
+    """transport -> [N], the run's own first."""
+    places: list[tuple[int, int, int]]
+    """Iteration, row and token of each position."""
+    responses: int
+    """That were sampled."""
+    trained_tokens: int
+    """Of these responses."""
+    undecided: int
+    """Of these tokens, sampled with a probability below `below`; positions were drawn among them."""
+    below: float
+    continuations: int
+    tokens: int
+    """Sampled for the continuations."""
+    seconds: float
+
+
+def measure(
+    source: Path,
+    written: Sequence[str] = (),
+    *,
+    plugins: Sequence[str] = (),
+    at: int | None = None,
+    batches: int = 4,
+    positions: int = 512,
+    below: float = 0.95,
+    continuations: int = 32,
+    seed: int | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> Measured:
+    """Branch from rollouts of a run's checkpoint (`at` an iteration; default: the newest), or of a recipe's starting policy.
+
+    The rollouts are the iterations that the run would have gone on with, `batches` of them: new prompts, as many responses as
+    it is used to, whitening and group baselines over as many. written: transports beside the run's own, as YAML.
+    positions: tokens looked at, drawn from the trainable ones that were sampled with a probability below `below`; a surer token
+    decides little, its advantage is at most 1 - below of the range of rewards. continuations: from before each of them and
+    from after it, half of them for each half of the truth. seed: of prompts and sampling, in place of the recipe's.
+
+    Raises RecipeError where a transport cannot be computed here, TrainingStopped where evidence fails.
+    """
+    started = time.perf_counter()
+    recipe, agent, tokenizer, moments, iteration = _opened(source, at)
+    variants = _variants(source, recipe, written, plugins)
+    if seed is not None:
+        variants = {name: one.model_copy(update={"seed": seed}) for name, one in variants.items()}
+    agent.to(DEVICE)
+    blind = Agent(agent.actor, None, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
+    base = Collector(next(iter(variants.values())), agent, tokenizer, None)
+    base.moments = moments
+    try:
+        credit: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
+        rows, masks = list[list[Row]](), list[torch.Tensor]()
+        for number in range(iteration + 1, iteration + 1 + batches):
+            on_stage(f"sampling iteration {number}")
+            sampled = base.sample(number)
+            for name, variant in variants.items():
+                reader = agent if variant.critic is not None else blind
+                collector = Collector(variant, reader, tokenizer, None, base.engine)
+                collector.moments = moments
+                collected = collector.collect(number, sampled)
+                credit[name].append(collected.credit.advantages.cpu())
+            rows.append(collected.rows)
+            masks.append(collected.rollout.mask.cpu())
+        drawn, undecided = _positions(rows, masks, positions, below, derive_seed(base.recipe.seed, "fidelity positions"))
+        if len(drawn) < 2:
+            raise RecipeError(
+                f"{source}: of {sum(map(len, rows))} responses {len(drawn)} tokens were sampled with a probability below "
+                f"{below:g}, so nothing was decided in them; --below 1 looks at all tokens"
+            )
+        on_stage(f"continuing responses at {len(drawn)} positions")
+        found, tokens = [], 0
+        for batch, of_batch in enumerate(rows):
+            places = [(row, t) for b, row, t in drawn if b == batch]
+            branch_seed = derive_seed(base.recipe.seed, "fidelity", iteration + 1 + batch)
+            some, cost = advantages_at(base.recipe, base.engine, tokenizer, of_batch, places, continuations, branch_seed)
+            found += some
+            tokens += cost
+    finally:
+        base.close()
+        close_workers()
+    advantage, half, other, p = np.array(found).T
+    prompts = {prompt: number for number, prompt in enumerate(sorted({(b, rows[b][row].group) for b, row, _ in drawn}))}
+    cluster = np.array([prompts[b, rows[b][row].group] for b, row, _ in drawn])
+    return Measured(
+        str(source),
+        recipe.name,
+        recipe.critic.use if recipe.critic else None,
+        iteration,
+        Truth(advantage, (half, other), p, cluster),
+        {name: np.array([float(parts[b][row, t]) for b, row, t in drawn]) for name, parts in credit.items()},
+        [(iteration + 1 + b, row, t) for b, row, t in drawn],
+        sum(map(len, rows)),
+        sum(int(mask.sum()) for mask in masks),
+        undecided,
+        below,
+        continuations,
+        tokens,
+        time.perf_counter() - started,
+    )
+
+
+Opened = tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]  # as `restore` returns it
+
+
+def _opened(source: Path, at: int | None) -> Opened:
+    """A run as it was after an iteration, or a recipe before its first update."""
+    if (source / "recipe.yaml").is_file():
+        return restore(source, at)
+    if at is not None:
+        raise RecipeError(f"{source}: a recipe has no checkpoints, so there is none of iteration {at}; name a run folder")
+    recipe = load_recipe(source)
+    agent, tokenizer, _ = build(recipe)
+    return recipe, agent, tokenizer, {}, 0
+
+
+def _variants(source: Path, recipe: Recipe, written: Sequence[str], plugins: Sequence[str]) -> dict[str, Recipe]:
+    """The recipe under its own transport and under each of the others, by name."""
+    for plugin in plugins:
+        try:
+            load_plugin(plugin, Path.cwd())
+        except PluginError as error:
+            raise RecipeError(str(error)) from None
+    found = {f"{recipe.transport.use} (the run's own)": _with(recipe, recipe.transport)}
+    for text in written:
+        part = read_part("transport", text)
+        assert isinstance(part, Transport)
+        found[text.strip()] = _with(recipe, part)
+    reading = [name for name, variant in found.items() if variant.critic is not None]
+    if reading and not (source / "recipe.yaml").is_file():
+        raise RecipeError(
+            f"{source}: transport {reading[0]} reads a critic, which has not learnt anything before a run; name a run folder"
+        )
+    return found
+
+
+def _with(recipe: Recipe, transport: Transport) -> Recipe:
+    """The recipe under another transport, with the critic where it reads one; rewards are the evidence's alone.
+
+    Raises RecipeError where nothing provides what the transport needs.
+    """
+    critic = recipe.critic if "values" in transport.needs else None
+    plain: dict[str, object] = {"transport": transport.model_dump(), "geometry": "ppo_clip"}
+    if critic is None:
+        plain |= {"critic": None, "training": recipe.training.model_dump() | {"critic_warmup": 0}}
+    try:
+        geometry = Recipe.model_validate(recipe.model_dump() | plain).geometry
+    except ValidationError as error:
+        raise RecipeError(*(f"transport {transport.use}: {problem['msg']}" for problem in error.errors())) from None
+    return recipe.model_copy(update={"transport": transport, "critic": critic, "geometry": geometry})
+
+
+def _positions(
+    rows: Sequence[Sequence[Row]], masks: Sequence[torch.Tensor], count: int, below: float, seed: int
+) -> tuple[list[tuple[int, int, int]], int]:
+    """(batch, row, token) of so many of the tokens sampled with a probability below `below`, in order; and of how many.
+
+    Drawn without replacement.
+    """
+    least = math.log(below) if below < 1 else math.inf
+    every = [
+        (b, row, t)
+        for b, mask in enumerate(masks)
+        for row, t in mask.nonzero().tolist()
+        if rows[b][row].response.logprobs[t] < least
+    ]
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))[:count]
+    return [every[index] for index in sorted(order.tolist())], len(every)
+
+
+def advantages_at(
+    recipe: Recipe,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    rows: Sequence[Row],
+    places: Sequence[tuple[int, int]],
+    each: int,
+    seed: int,
+) -> tuple[list[tuple[float, float, float, float]], int]:
+    """Q(s, a) - V(s) at (row, token) of each place: the estimate, those of its two halves, and the p-value of 0.
+
+    each: continuations from before and from after every token. Returns as well the tokens that were sampled. Raises RecipeError
+    where fewer than four continuations of a state could be judged.
+    """
+
+    def state(row: Row, t: int) -> State:
+        return row.group, row.response.tokens[:t]
+
+    here = [(rows[number], t) for number, t in places]
+    ends = [t + 1 == len(row.response.tokens) for row, t in here]  # nothing follows: what the token is worth is known
+    wanted = [state(row, t + k) for (row, t), ended in zip(here, ends, strict=True) for k in ((0,) if ended else (0, 1))]
+    states = list(dict.fromkeys(wanted))
+    continued, cost, _ = continue_from(recipe, engine, tokenizer, rows, states, each, seed, Ranks())
+    of_state = dict(zip(states, continued, strict=True))
+    if (fewest := min(map(len, continued), default=each)) < 4:
+        raise RecipeError(f"{fewest} of {each} continuations of a state could be judged, and at least 4 are needed")
+    found = []
+    for (row, t), ended in zip(here, ends, strict=True):
+        reward = row.rewards[t]
+        after = [reward] * each if ended else [reward + one.value for one in of_state[state(row, t + 1)]]
+        before = of_state[state(row, t)]
+        returns, chose = [one.value for one in before], [one.first == row.response.tokens[t] for one in before]
+        whole, p = branched_advantage(after, returns, chose)
+        half, other = (branched_advantage(after[k::2], returns[k::2], chose[k::2])[0] for k in (0, 1))
+        found.append((whole, half, other, p))
+    return found, int(cost["branch/tokens"])

@@ -1,0 +1,142 @@
+"""`cct fidelity`: the scores of one or several runs as a table and as fidelity.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+from .measure import Measured, measure
+from .scores import LEVEL, SCORES, SURE, ceiling, difference, split_half, true_variance, with_interval
+
+FILE = "fidelity.json"
+WIDTH = 120  # of the table, where the terminal does not say
+
+
+def summary(measured: Measured) -> dict[str, Any]:
+    """What fidelity.json holds: scores with intervals, and the positions that they are of. NaN and infinity are null."""
+    truth, own = measured.truth, next(iter(measured.credit.values()))
+    transports = {}
+    for name, credit in measured.credit.items():
+        found = {score: asdict(with_interval(of, credit, truth)) for score, of in SCORES.items()}
+        if credit is not own:
+            found["rank_correlation_minus_own"] = asdict(difference(credit, own, truth))
+        transports[name] = found
+    places = {"iteration": [p[0] for p in measured.places], "row": [p[1] for p in measured.places]}
+    places |= {"token": [p[2] for p in measured.places], "prompt": truth.cluster.tolist()}
+    return _finite(
+        {
+            "source": measured.source,
+            "recipe": measured.recipe,
+            "critic": measured.critic,
+            "iteration": measured.iteration,
+            "positions": len(own),
+            "responses": measured.responses,
+            "trained_tokens": measured.trained_tokens,
+            "undecided_tokens": measured.undecided,
+            "below": measured.below,
+            "prompts": len(np.unique(truth.cluster)),
+            "continuations": measured.continuations,
+            "continuation_tokens": measured.tokens,
+            "seconds": round(measured.seconds, 1),
+            "level": LEVEL,
+            "truth": {
+                "variance": true_variance(truth),
+                "surely_not_0": int(truth.sure.sum()),
+                "p_below": SURE,
+                "split_half": asdict(with_interval(split_half, own, truth)),
+                "ceiling": asdict(with_interval(ceiling, own, truth)),
+            },
+            "transports": transports,
+            "at_positions": places
+            | {"advantage": truth.advantage.round(6).tolist(), "p": truth.p.round(6).tolist()}
+            | {"credit": {name: credit.round(6).tolist() for name, credit in measured.credit.items()}},
+        }
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path | None, **knobs: Any) -> int:
+    """Measure each run, print one table, write fidelity.json into each run's folder, and all to `output`. Returns 0."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=max(WIDTH, console.width))
+    found = []
+    for source in sources:
+        with console.status(str(source)) as status:
+
+            def on_stage(stage: str, source: Path = source, status: Status = status) -> None:
+                status.update(f"{source}: {stage}")
+
+            found.append(summary(measure(source, written, on_stage=on_stage, **knobs)))
+        if source.is_dir():
+            (source / FILE).write_text(json.dumps(found[-1], indent=1) + "\n", encoding="utf-8")
+    if output is not None:
+        output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    console.print(table(found))
+    console.print(
+        "Credit against Q(s, a) - V(s) by continuing responses before and after a token. Rank correlation: Spearman's; "
+        "exact knowledge of the advantage would reach the ceiling. Same sign: where the advantage is surely not 0. Bias, "
+        "variance: of credit / scale around the advantage, in units of reward and its square; the scale makes credit the "
+        f"advantage plus a constant and noise. [{LEVEL:.0%} intervals, bootstrap over prompts]",
+        highlight=False,
+    )
+    for one in found:
+        truth = one["truth"]
+        console.print(
+            f"{one['source']}, iteration {one['iteration']}: {one['positions']} of the {one['undecided_tokens']:,} tokens (of "
+            f"{one['trained_tokens']:,} in {one['responses']:,} responses) that were sampled with a probability below "
+            f"{one['below']:g}, in responses to {one['prompts']} prompts; 2 x {one['continuations']} continuations each, "
+            f"{one['continuation_tokens']:,} tokens, {one['seconds']:.0f} s. The advantage is surely not 0 at "
+            f"{truth['surely_not_0']}; its variance is {truth['variance'] or math.nan:.2g}; halves of the truth correlate "
+            f"{_shown(truth['split_half'])}.",
+            highlight=False,
+        )
+    return 0
+
+
+def table(found: Sequence[dict[str, Any]]) -> Table:
+    """One row for each transport of each run, and one for what exact knowledge would reach."""
+    runs, pairs = len(found) > 1, any(len(one["transports"]) > 1 for one in found)
+    result = Table(title=None if runs else f"{found[0]['source']}, critic {found[0]['critic']}", title_justify="left")
+    if runs:
+        result.add_column("run, critic", overflow="fold")
+    result.add_column("transport", overflow="fold")
+    for column in ("rank correlation", *(["minus own"] if pairs else []), "same sign", "bias", "variance"):
+        result.add_column(column, justify="right")
+    for one in found:
+        run = [f"{one['source']}, {one['critic']}"] if runs else []
+        for name, scores in one["transports"].items():
+            less = scores.get("rank_correlation_minus_own")
+            result.add_row(
+                *run,
+                name,
+                _shown(scores["rank_correlation"]),
+                *([_shown(less) if less else ""] if pairs else []),
+                *(_shown(scores[score]) for score in ("sign_agreement", "bias", "variance")),
+            )
+        ceiling = [_shown(one["truth"]["ceiling"]), *([""] if pairs else []), f"of {one['truth']['surely_not_0']}", "", ""]
+        result.add_row(*run, "ceiling", *ceiling, style="dim", end_section=True)
+    return result
+
+
+def _shown(estimate: dict[str, float | None]) -> str:
+    def number(x: float | None) -> str:
+        return "-" if x is None else f"{x:.2g}" if abs(x) < 0.1 else f"{x:.2f}"
+
+    value, low, high = map(number, (estimate["value"], estimate["low"], estimate["high"]))
+    return f"{value} [{low}, {high}]" if value != "-" else "-"

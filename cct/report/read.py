@@ -1,0 +1,85 @@
+"""What a report reads: the files of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Event = dict[str, Any]
+
+
+class ReportError(ValueError):
+    """There is nothing to report on; the message says what was found, where, and what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, read."""
+
+    name: str
+    """Its path as it was given."""
+    recipe: dict[str, Any]
+    written: str
+    """recipe.yaml as it stands."""
+    events: list[Event]
+    samples: list[Event]
+    tokens: list[Event]
+    """Responses of tokens.json; empty where there is none."""
+    fidelity: dict[str, Any] | None
+
+    def series(self, metric: str, *, warm_up: bool = True) -> tuple[list[float], list[float]]:
+        """Iterations and values of a metric, where it was written. warm_up: those of the critic's warm-up as well."""
+        told = [e for e in self.events if metric in e and (warm_up or e["iteration"] > 0 or metric.startswith("eval/"))]
+        return [float(e["iteration"]) for e in told], [_number(e[metric]) for e in told]
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The names of the parts that the recipe puts together."""
+        named = {axis: self.recipe.get(axis) for axis in ("task", "policy", "transport", "critic", "geometry")}
+        return {axis: part["use"] if isinstance(part, dict) else str(part or "none") for axis, part in named.items()}
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file() and (folder / "recipe.yaml").is_file()
+
+
+def read_run(folder: Path) -> Run:
+    """Raises ReportError where the folder is none of a run, or holds no numbers yet."""
+    if not is_run(folder):
+        raise ReportError(f"{folder}: neither a run (recipe.yaml, metrics.jsonl) nor a study (results.json)")
+    events = read_lines(folder / "metrics.jsonl")
+    if not events:
+        raise ReportError(f"{folder}/metrics.jsonl: no event yet; wait for the first evaluation")
+    written = (folder / "recipe.yaml").read_text(encoding="utf-8")
+    tokens, fidelity = folder / "tokens.json", folder / "fidelity.json"
+    return Run(
+        str(folder),
+        yaml.safe_load(written),
+        written,
+        events,
+        read_lines(folder / "samples.jsonl"),
+        json.loads(tokens.read_text(encoding="utf-8"))["responses"] if tokens.is_file() else [],
+        json.loads(fidelity.read_text(encoding="utf-8")) if fidelity.is_file() else None,
+    )
+
+
+def read_lines(path: Path) -> list[Event]:
+    """The objects of a .jsonl file; none where it is missing. A last line not yet written whole is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    events = []
+    for number, line in enumerate(lines):
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            if number + 1 < len(lines):
+                raise ReportError(f"{path}, line {number + 1}: not JSON") from None
+    return events

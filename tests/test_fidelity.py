@@ -1,0 +1,285 @@
+"""How good credit is: the scores by hand, the truth against a process that is known, and whole runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+from test_training import run, scattered, tiny
+
+from cct.cli import main
+from cct.fidelity.measure import advantages_at, measure
+from cct.fidelity.scores import (
+    Truth,
+    bias,
+    branched_advantage,
+    ceiling,
+    difference,
+    rank_correlation,
+    scale,
+    sign_agreement,
+    split_half,
+    true_variance,
+    variance,
+    with_interval,
+)
+from cct.fidelity.table import summary
+from cct.loading import dump_recipe
+from cct.policy.sampling import Completion, Engine
+from cct.recipe import RecipeError
+from cct.rollout import Prompt, Response
+from cct.training.callbacks import checkpoints
+from cct.training.collect import Collector
+from cct.training.export import restore
+from cct.training.rows import Row
+from cct.transport import transports
+
+POSITIONS = ["--positions", "24", "--continuations", "8", "--batches", "2"]
+
+
+def truth(advantage, *, p=None, cluster=None, halves=None) -> Truth:
+    a = np.asarray(advantage, dtype=float)
+    return Truth(
+        a,
+        halves or (a, a),
+        np.zeros(len(a)) if p is None else np.asarray(p, dtype=float),
+        np.arange(len(a)) if cluster is None else np.asarray(cluster),
+    )
+
+
+# --- the advantage of continuations -----------------------------------------------------------------
+def test_an_advantage_by_hand():
+    # With the token: 1 1 0 1 and the two that chose it, 1 1: mean 5/6. Without: 0 0, half of those from before it.
+    advantage, p = branched_advantage([1, 1, 0, 1], [1, 0, 0, 1], [True, False, False, True])
+    assert advantage == pytest.approx(5 / 12)
+    assert p == pytest.approx(stats.ttest_ind([1, 1, 0, 1, 1, 1], [0, 0]).pvalue)
+
+
+def test_a_token_that_was_never_avoided_is_worth_nothing():
+    assert branched_advantage([1, 0, 1, 1], [0, 0, 1, 0], [True] * 4) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(("after", "before", "p"), [([1, 1], [0, 0], 0.0), ([1, 1], [1, 1], 1.0)])
+def test_returns_that_do_not_vary_are_sure(after, before, p):
+    assert branched_advantage(after, before, [False, False])[1] == p
+
+
+def test_the_advantage_is_unbiased_and_less_noisy_than_the_difference_of_two_means():
+    rng, share, with_it, without, n = np.random.default_rng(0), 0.8, 0.7, 0.2, 16
+    found, naive = [], []
+    for _ in range(4000):
+        chose = rng.random(n) < share
+        before = rng.random(n) < np.where(chose, with_it, without)
+        after = rng.random(n) < with_it
+        found.append(branched_advantage(after, before, chose)[0])
+        naive.append(after.mean() - before.mean())
+    error = np.std(found) / math.sqrt(len(found))
+    assert np.mean(found) == pytest.approx((1 - share) * (with_it - without), abs=4 * error)
+    assert np.var(found) < np.var(naive) / 2
+
+
+class Coins(Engine):
+    """A fair coin at each place; the seed decides."""
+
+    ZERO, ONE = 5, 6
+
+    def __init__(self):
+        pass
+
+    def generate(self, prompts, seeds, limits=None):
+        drawn = [np.random.default_rng(seed).integers(0, 2, limit) for seed, limit in zip(seeds, limits, strict=True)]
+        return [Completion(tuple((self.ZERO + coins).tolist()), False) for coins in drawn]
+
+
+class Decoder:
+    def decode(self, tokens, skip_special_tokens):
+        return "#" + "".join(str(token - Coins.ZERO) for token in tokens)
+
+
+def test_the_truth_of_a_known_process():
+    """Success is three ones in a row of three, by coins: V = 1/8 before the first, 1/4 after a one, 0 after a zero."""
+    recipe = tiny("rloo", "generation.max_new_tokens=3")
+    right, late, wrong = (6, 6, 6), (6, 6, 5), (5, 6, 6)
+    rows = [
+        Row(Prompt("", "111"), (1,), Response("", tokens, False), (0.0, 0.0, float(tokens == right)), True, 0)
+        for tokens in (right, late, wrong)
+    ]
+    places = [(0, 0), (0, 1), (0, 2), (1, 2), (2, 0), (2, 1)]
+    found, tokens = advantages_at(recipe, Coins(), Decoder(), rows, places, 4000, 3)
+    expected = [1 / 8, 1 / 4, 1 / 2, -1 / 2, -1 / 8, 0]
+    assert [whole for whole, *_ in found] == pytest.approx(expected, abs=0.02)
+    assert all(half == pytest.approx(whole, abs=0.03) for whole, *halves, _ in found for half in halves)
+    assert [p < 0.01 for *_, p in found] == [True] * 5 + [False]
+    # Distinct states: none, 1, 11, 0, 01, which leave 3, 2, 1, 2 and 1 tokens.
+    assert tokens == 4000 * (3 + 2 + 1 + 2 + 1)
+
+
+# --- scores ---------------------------------------------------------------------------------------
+def test_rank_correlation_by_hand():
+    assert rank_correlation(np.array([1.0, 2, 3, 4]), truth([10, 30, 20, 40])) == pytest.approx(0.8)  # 1 - 6 * 2 / (4 * 15)
+    assert math.isnan(rank_correlation(np.ones(4), truth([1, 2, 3, 4])))
+
+
+def test_sign_agreement_by_hand():
+    t = truth([0.5, -0.5, 0.5, 0.1], p=[0.001, 0.001, 0.001, 0.5])
+    assert sign_agreement(np.array([1.0, -2, 0, -1]), t) == pytest.approx(2 / 3)  # a zero agrees with neither
+    assert math.isnan(sign_agreement(np.ones(1), truth([0.1], p=[0.5])))
+
+
+def test_scale_bias_and_variance_by_hand():
+    t = truth([-1.0, 0, 0, 1])
+    credit = np.array([-2.0, 2, 0, 4])  # 3 A + 1, and noise of +-1 where A is 0
+    assert true_variance(t) == pytest.approx(2 / 3)
+    assert scale(credit, t) == pytest.approx(3) and bias(credit, t) == pytest.approx(1 / 3)
+    assert variance(credit, t) == pytest.approx(2 / 3 / 9)
+    assert math.isnan(bias(-credit, t)) and variance(-credit, t) == math.inf
+
+
+def noisy(n=20_000, noise=1.0):
+    rng = np.random.default_rng(1)
+    a = rng.normal(size=n)
+    halves = a + noise * rng.normal(size=n), a + noise * rng.normal(size=n)
+    return a, truth((halves[0] + halves[1]) / 2, halves=halves), rng
+
+
+def test_the_noise_of_the_truth_counts_neither_as_scale_nor_as_variance():
+    a, t, rng = noisy()
+    credit = 2 * a + 3 * rng.normal(size=len(a))
+    assert true_variance(t) == pytest.approx(1, abs=0.05)
+    assert scale(credit, t) == pytest.approx(2, abs=0.1) and variance(credit, t) == pytest.approx(9 / 4, abs=0.3)
+
+
+def test_the_ceiling_is_what_exact_knowledge_reaches():
+    a, t, _ = noisy()
+    assert split_half(a, t) == pytest.approx(6 / math.pi * math.asin(0.5 / 2), abs=0.02)  # Spearman's of normals with r = 1/2
+    assert rank_correlation(a, t) == pytest.approx(ceiling(a, t), abs=0.02)
+    assert ceiling(a, truth([1.0, 2], halves=(np.array([1.0, 2]), np.array([2.0, 1])))) == 0
+
+
+# --- intervals --------------------------------------------------------------------------------------
+def test_positions_that_share_a_prompt_do_not_narrow_the_interval():
+    rng = np.random.default_rng(2)
+    a, credit = rng.normal(size=60), rng.normal(size=60)
+    once = with_interval(rank_correlation, credit, truth(a), resamples=300)
+    thrice = with_interval(
+        rank_correlation, np.repeat(credit, 3), truth(np.repeat(a, 3), cluster=np.repeat(np.arange(60), 3)), resamples=300
+    )
+    as_if_independent = with_interval(rank_correlation, np.repeat(credit, 3), truth(np.repeat(a, 3)), resamples=300)
+    assert (thrice.low, thrice.high) == pytest.approx((once.low, once.high)) and once.low < once.value < once.high
+    assert as_if_independent.high - as_if_independent.low < 0.8 * (once.high - once.low)
+
+
+def test_an_interval_that_reaches_what_has_no_value_is_none():
+    rng = np.random.default_rng(3)
+    a, credit = rng.normal(size=30), rng.normal(size=30)  # sometimes of positive scale, sometimes not
+    assert with_interval(variance, credit, truth(a), resamples=200).high == math.inf
+    assert math.isnan(with_interval(bias, credit, truth(a), resamples=200).low)
+    assert math.isnan(with_interval(rank_correlation, credit, truth(a, cluster=np.zeros(30, int)), resamples=200).low)
+
+
+def test_the_difference_of_two_is_paired():
+    rng = np.random.default_rng(4)
+    a = rng.normal(size=200)
+    credit = a + rng.normal(size=200)
+    same = difference(credit, credit, truth(a), resamples=200)
+    assert (same.value, same.low, same.high) == (0, 0, 0)
+    better = difference(credit, credit + rng.normal(size=200), truth(a), resamples=200)
+    assert better.low > 0 and better.value == pytest.approx(better.value)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Two iterations of CompPO on scores that differ between responses."""
+    folder = tmp_path_factory.mktemp("runs")
+    return run(scattered(folder, "compo", "training.critic_warmup=1"), folder)
+
+
+def test_an_oracle_scores_one_and_noise_nothing(finished):
+    knobs = {"batches": 4, "positions": 200, "continuations": 16}
+    own = "comp_gae (the run's own)"
+    first = measure(finished, [], **knobs)
+    assert (first.critic, first.iteration, first.responses, len(first.places)) == ("tac", 2, 64, 200)
+    assert list(first.credit) == [own] and true_variance(first.truth) > 0
+    again = measure(finished, ["grpo"], **knobs)
+    np.testing.assert_array_equal(first.truth.advantage, again.truth.advantage)  # one seed, one result
+    np.testing.assert_array_equal(first.credit[own], again.credit[own])
+    assert not np.array_equal(first.truth.advantage, measure(finished, [], **knobs, seed=5).truth.advantage)
+    draws = np.random.default_rng(0).normal(size=200)
+    scores = summary(replace(first, credit={"oracle": first.truth.advantage, "noise": draws}))["transports"]
+    oracle, noise = scores["oracle"]["rank_correlation"], scores["noise"]["rank_correlation"]
+    assert oracle["value"] == pytest.approx(1) and scores["oracle"]["sign_agreement"]["value"] == 1
+    assert noise["low"] < 0 < noise["high"] and abs(noise["value"]) < 0.2
+    assert scores["noise"]["rank_correlation_minus_own"]["high"] < 0
+
+
+def test_credit_is_what_the_next_iteration_would_have_been_trained_on(finished):
+    found = measure(finished, ["grpo"], batches=1, positions=20, continuations=4)
+    recipe, agent, tokenizer, moments, iteration = restore(finished)
+    collector = Collector(recipe, agent, tokenizer, None)
+    collector.moments = moments
+    collected = collector.collect(iteration + 1)
+    expected = [float(collected.credit.advantages[row, t]) for _, row, t in found.places]
+    np.testing.assert_array_equal(found.credit["comp_gae (the run's own)"], expected)
+    assert all(collected.rows[row].response.logprobs[t] < math.log(0.95) for _, row, t in found.places)
+    grpo = transports["grpo"]()(collected.rollout).advantages
+    np.testing.assert_array_equal(found.credit["grpo"], [float(grpo[row, t]) for _, row, t in found.places])
+
+
+def test_the_command_writes_what_it_prints(finished, tmp_path, capsys):
+    assert main(["fidelity", str(finished), "--transport", "grpo", *POSITIONS, "-o", str(tmp_path / "all.json")]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads((finished / "fidelity.json").read_text())
+    assert json.loads((tmp_path / "all.json").read_text()) == [found]
+    assert (found["positions"], found["continuations"], found["responses"]) == (24, 8, 32)
+    assert found["trained_tokens"] >= found["undecided_tokens"] >= 24 and "24 of the" in printed
+    scores, at = found["transports"]["grpo"], found["at_positions"]
+    expected = stats.spearmanr(at["credit"]["grpo"], at["advantage"]).statistic
+    assert scores["rank_correlation"]["value"] == pytest.approx(expected, abs=1e-3)
+    value = scores["rank_correlation"]["value"]
+    assert (f"{value:.2g}" if abs(value) < 0.1 else f"{value:.2f}") in printed
+
+
+def test_a_recipe_is_looked_at_before_its_first_update_without_a_critic(tmp_path, capsys):
+    recipe = scattered(tmp_path, "rloo")
+    (tmp_path / "rloo.yaml").write_text(dump_recipe(recipe))
+    assert main(["fidelity", str(tmp_path / "rloo.yaml"), *POSITIONS]) == 0
+    assert "rloo" in capsys.readouterr().out and not (tmp_path / "fidelity.json").exists()
+    (tmp_path / "compo.yaml").write_text(dump_recipe(tiny()))
+    assert main(["fidelity", str(tmp_path / "compo.yaml"), *POSITIONS]) == 2
+    assert "has not learnt anything before a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--transport", "gea"], "did you mean 'gae'"),
+        (["--continuations", "3"], "at least 4"),
+        (["--below", "0"], "a probability above 0"),
+        (["--below", "1e-9"], "0 tokens were sampled with a probability below 1e-09"),
+        (["--iteration", "1"], "no checkpoint of iteration 1; there are those of iterations 2"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(finished, capsys, arguments, says):
+    assert main(["fidelity", str(finished), *POSITIONS, *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_earlier_checkpoints_may_be_kept_to_look_back(tmp_path):
+    sets = ["training.iterations=4", "training.checkpoint_every=1", "training.keep_checkpoints=3"]
+    folder = run(scattered(tmp_path, "rloo", *sets), tmp_path)
+    assert [int(path.stem) for path in checkpoints(folder)] == [2, 3, 4]
+    knobs = {"batches": 1, "positions": 20, "continuations": 4}
+    earlier, last = measure(folder, at=2, **knobs), measure(folder, **knobs)
+    assert (earlier.iteration, last.iteration) == (2, 4)
+    assert {place[0] for place in earlier.places} == {3} and {place[0] for place in last.places} == {5}
+
+
+def test_a_transport_that_reads_values_needs_a_run_with_a_critic(tmp_path):
+    folder = run(scattered(tmp_path, "rloo"), tmp_path)
+    with pytest.raises(RecipeError, match="'gae' needs values, and nothing in this recipe provides it"):
+        measure(folder, ["gae"])
