@@ -34,7 +34,7 @@ from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response
 from cct.training.callbacks import checkpoints
 from cct.training.collect import Collector
-from cct.training.export import restore
+from cct.training.restore import restore
 from cct.training.rows import Row
 from cct.transport import transports
 
