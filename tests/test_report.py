@@ -278,7 +278,7 @@ def test_a_grid_has_a_heat_map(tmp_path):
 
 
 ONE, NOTHING = {"value": 0.5, "low": 0.25, "high": 0.75}, {"value": None, "low": None, "high": None}
-SCORES = {"rank_correlation": ONE, "sign_agreement": NOTHING, "scale": ONE, "bias": ONE, "variance": ONE}
+SCORES = {"critic": "tac", "rank_correlation": ONE, "sign_agreement": NOTHING, "scale": ONE, "bias": ONE, "variance": ONE}
 FIDELITY = {
     "critic": "tac", "iteration": 2, "positions": 10, "prompts": 4, "continuations": 8, "below": 0.95, "undecided_tokens": 30,
     "truth": {"ceiling": ONE, "split_half": ONE, "surely_not_0": 0, "p_below": 0.01, "variance": 0.1},
