@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import cct.recipe  # noqa: F401  (registers every axis)
@@ -40,14 +41,25 @@ def _differs(cls: type[Component], base: type[Component], knob: str) -> bool:
 
 def _default(cls: type[Component], knob: str) -> str:
     field = cls.model_fields[knob]
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    return f"{{use: {value.use}}}" if isinstance(value, Component) else str(value)
+    return (
+        f"`{knob}` (required)" if field.is_required() else f"`{knob} = {shown(field.get_default(call_default_factory=True))}`"
+    )
+
+
+def shown(value: object) -> str:
+    """A default as a recipe would have it, on one line: parts by their names, texts quoted where they would not be seen."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    if isinstance(value, Component):
+        return f"{{use: {value.use}}}"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    unseen = isinstance(value, str) and (not value or not value.isprintable() or value != value.strip())
+    return repr(value) if unseen else str(value)
 
 
 def _knob(cls: type[Component], knob: str) -> str:
-    return _cell(f"`{knob}` ({_default(cls, knob)}) {' '.join((cls.model_fields[knob].description or '').split())}")
+    return _cell(f"{_default(cls, knob)} {' '.join((cls.model_fields[knob].description or '').split())}")
 
 
 def _cell(text: str) -> str:

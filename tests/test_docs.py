@@ -1,0 +1,105 @@
+"""What the pages say is true of the code: parts, recipes, file names, tables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import cct.recipe  # noqa: F401  (registers every axis)
+from cct.conformance import check
+from cct.registry import REGISTRIES, Component
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+REGISTERS = re.compile(r'@(?:\w+\.)*(\w+)\.register\("(\w+)"\)')
+AXES = {"transports": "transport", "gates": "gate", "geometries": "geometry", "critics": "critic", "evidences": "evidence"}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+
+
+PARTS = [
+    (page.name, *match.groups(), code)
+    for page in PAGES
+    for code in blocks(page, "python")
+    if (match := REGISTERS.search(code)) is not None
+]
+
+
+@pytest.mark.parametrize(("page", "registry", "name", "code"), PARTS, ids=[f"{page}:{name}" for page, _, name, _ in PARTS])
+def test_every_part_of_the_docs_conforms(page, registry, name, code):
+    axis = REGISTRIES[AXES[registry]]
+    exec(code, {"__name__": "docs"})
+    try:
+        part: Component = axis[name]()
+        verdicts = check(part, examples=20)
+        assert verdicts and {v.property: v.why for v in verdicts if v.outcome == "FAILED"} == {}
+        assert "group_advantage" not in code or "groups" in part.needs
+    finally:
+        del axis._classes[name]
+
+
+def test_parts_of_every_kind_that_the_docs_explain_are_found():
+    assert {(registry, name) for _, registry, name, _ in PARTS} >= {
+        ("transports", "half_life"),
+        ("transports", "last_step"),
+        ("transports", "focus"),
+        ("gates", "sureness"),
+        ("evidences", "brief"),
+    }
+
+
+# --- tables ---------------------------------------------------------------------------------------
+def tables(page: Path) -> list[list[str]]:
+    """Runs of lines that begin with a bar, outside of code."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    runs = re.findall(r"(?:^\|.*\n?)+", text, re.M)
+    return [run.splitlines() for run in runs]
+
+
+def cells(row: str) -> int:
+    return len(re.findall(r"(?<!\\)\|", row)) - 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_whole(page):
+    text = page.read_text(encoding="utf-8")
+    for header, *rest in tables(page):
+        assert rest and re.fullmatch(r"\|(-+:?\|)+", rest[0]), f"a table that does not begin with a header: {header[:80]}"
+        for row in rest:
+            assert cells(row) == cells(header) and row.endswith("|"), row[:80]
+        before = text[: text.index(f"{header}\n{rest[0]}")]
+        assert before.endswith(("\n\n", "-->\n")), f"no blank line above {header}"
+
+
+# --- what pages point at --------------------------------------------------------------------------
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        assert path.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(path), f"{page.name} links to {target}"
+
+
+def test_the_readme_stays_short_and_lists_every_recipe_and_command(capsys):
+    from cct.cli import main
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    for recipe in (ROOT / "recipes").glob("*.yaml"):
+        assert f"`{recipe.stem}`" in text, recipe
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    ([a-z-]+) ", capsys.readouterr().out, re.M)
+    assert len(commands) > 10 and all(f"`cct {command}" in text for command in commands), commands
