@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from pydantic.fields import FieldInfo
+
 import cct.recipe  # noqa: F401  (registers every axis)
 from cct.registry import REGISTRIES, Component
 
@@ -36,20 +38,18 @@ def _axis(axis: str) -> str:
 
 
 def _differs(cls: type[Component], base: type[Component], knob: str) -> bool:
-    return _default(cls, knob) != _default(base, knob)
+    return default_of(cls.model_fields[knob]) != default_of(base.model_fields[knob])
 
 
-def _default(cls: type[Component], knob: str) -> str:
-    field = cls.model_fields[knob]
-    return (
-        f"`{knob}` (required)" if field.is_required() else f"`{knob} = {shown(field.get_default(call_default_factory=True))}`"
-    )
+def default_of(field: FieldInfo) -> str:
+    """A knob's default as a recipe would have it, on one line; `required` where it has none."""
+    return "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
 
 
-def shown(value: object) -> str:
-    """A default as a recipe would have it, on one line: parts by their names, texts quoted where they would not be seen."""
+def _shown(value: object) -> str:
+    """A value as a recipe would have it: parts by their names, texts quoted where they would not be seen."""
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(_shown, value))}]"
     if isinstance(value, Component):
         return f"{{use: {value.use}}}"
     if value is None or isinstance(value, bool):
@@ -59,7 +59,9 @@ def shown(value: object) -> str:
 
 
 def _knob(cls: type[Component], knob: str) -> str:
-    return _cell(f"{_default(cls, knob)} {' '.join((cls.model_fields[knob].description or '').split())}")
+    field = cls.model_fields[knob]
+    name = f"`{knob}` (required)" if field.is_required() else f"`{knob} = {default_of(field)}`"
+    return _cell(f"{name} {' '.join((field.description or '').split())}")
 
 
 def _cell(text: str) -> str:

@@ -266,7 +266,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from cct.catalogue import catalogue, shown
+    from cct.catalogue import catalogue, default_of
     from cct.recipe import RecipeError
     from cct.registry import REGISTRIES, did_you_mean, load_entry_points
 
@@ -288,9 +288,9 @@ def _ls(arguments: argparse.Namespace) -> int:
             cls = registry[name]
             print(f"  {name:<{width}} {cls.summary()}")
             if arguments.axis:
-                for knob, field in cls.model_fields.items():
-                    default = "required" if field.is_required() else shown(field.get_default(call_default_factory=True))
-                    print(f"      {knob + ' = ' + default:<34} {' '.join((field.description or '').split())}")
+                helps = {f"{knob} = {default_of(field)}": field.description or "" for knob, field in cls.model_fields.items()}
+                for knob, help in helps.items():
+                    print(f"      {knob:<{max(map(len, helps))}}  {' '.join(help.split())}")
     return 0
 
 
