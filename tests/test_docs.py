@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import cct.recipe  # noqa: F401  (registers every axis)
+from cct.cli import _parser, main
 from cct.conformance import check
 from cct.registry import REGISTRIES, Component
 
@@ -17,8 +22,9 @@ REGISTERS = re.compile(r'@(?:\w+\.)*(\w+)\.register\("(\w+)"\)')
 AXES = {"transports": "transport", "gates": "gate", "geometries": "geometry", "critics": "critic", "evidences": "evidence"}
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+def blocks(page: Path, language: str = "") -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M)
+    return [code for written, code in fenced if written == language]
 
 
 PARTS = [
@@ -50,6 +56,47 @@ def test_parts_of_every_kind_that_the_docs_explain_are_found():
         ("gates", "sureness"),
         ("evidences", "brief"),
     }
+
+
+LOAD = """
+import sys
+from cct.loading import load_recipe
+for path in sys.argv[1:]:
+    print(load_recipe(path).name)
+"""
+
+
+def test_every_recipe_of_the_docs_loads(tmp_path):
+    """A block is a recipe where it names its base and itself; a part of one's own is in the file of its name."""
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "reward.py").write_text("def score(prompt, response):\n    return 0.0\n")
+    for _, _, name, code in PARTS:
+        (tmp_path / f"{name}.py").write_text(code)
+    recipes = [code for page in PAGES for code in blocks(page, "yaml") if re.search(r"^base: recipes.*\nname: ", code, re.M)]
+    for index, code in enumerate(recipes):
+        (tmp_path / f"{index}.yaml").write_text(code)
+    argv = [sys.executable, "-c", LOAD, *(f"{index}.yaml" for index in range(len(recipes)))]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [re.search(r"^name: (\w+)", code, re.M)[1] for code in recipes] and len(recipes) > 5
+
+
+def commands() -> list[str]:
+    """What pages tell to type after `cct`, lines that go on joined."""
+    shown = [code.replace("\\\n", " ") for page in PAGES for code in blocks(page)]
+    return [match for code in shown for match in re.findall(r"(?:^|&& |\$ |\bsrun |-m )cct(?:\.cli)? (.*)$", code, re.M)]
+
+
+def test_every_command_of_the_docs_is_one():
+    assert len(commands()) > 40
+    for command in commands():
+        words = shlex.split(command.removesuffix("&"), comments=True)
+        try:
+            _parser().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"cct {command}: is no command")
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -93,8 +140,6 @@ def test_links_lead_somewhere(page):
 
 
 def test_the_readme_stays_short_and_lists_every_recipe_and_command(capsys):
-    from cct.cli import main
-
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
     for recipe in (ROOT / "recipes").glob("*.yaml"):
