@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,27 @@ def test_every_command_of_the_docs_is_one():
             _parser().parse_args(words)
         except SystemExit:
             pytest.fail(f"cct {command}: is no command")
+
+
+def printed_under(page: Path) -> list[tuple[str, str]]:
+    """Python with what stands right below it as what it prints."""
+    fenced = list(re.finditer(r"^```(\w*)\n(.*?)^```\n", page.read_text(encoding="utf-8"), re.S | re.M))
+    return [(a[2], b[2]) for a, b in pairwise(fenced) if a[1] == "python" and not b[1] and a.end() == b.start()]
+
+
+SHOWN = [pair for page in PAGES for pair in printed_under(page)]
+
+
+@pytest.mark.parametrize(("code", "printed"), SHOWN)
+def test_code_prints_what_the_docs_say(capsys, code, printed):
+    exec(code, {})
+    assert capsys.readouterr().out == printed
+
+
+def test_the_suite_says_of_gae_what_the_docs_show(capsys):
+    page = (ROOT / "docs" / "transport.md").read_text(encoding="utf-8")
+    assert main(["check-operator", "gae", "--set", "whiten=false", "--set", "lam=0.9"]) == 0
+    assert capsys.readouterr().out in page
 
 
 # --- tables ---------------------------------------------------------------------------------------
