@@ -23,24 +23,32 @@ def test_every_geometry_trains_two_iterations(name, tmp_path):
     assert ("policy/marked" in events[-1]) == name.endswith("_cov")
 
 
+def emitted(ids, attention_mask):
+    """A row's tokens without padding."""
+    return tuple(ids[attention_mask.bool()].tolist())
+
+
 def test_what_is_chosen_is_of_the_whole_minibatch_however_it_is_divided():
     chosen = {}
     for size in (8, 2):
         recipe = tiny("compo", *COVARIANCE, f"training.micro_batch_size={size}")
         _, iteration = collected(recipe)
         rollout, policy = iteration.rollout, [batch for batch in iteration.updates if batch.trace is None]
+        number_of = {emitted(*row): n for n, row in enumerate(zip(rollout.input_ids, rollout.attention_mask, strict=True))}
+        assert len(number_of) == 16
         for start in range(0, 16, 8):
             rows = slice(start, start + 8)
             whole = mark_top_covariances(
                 rollout.logprobs[rows], iteration.credit.advantages[rows], rollout.mask[rows], share=0.2
             )
             assert whole.any()
-            parts = [b for b in policy if any(torch.equal(b.input_ids[0], ids) for ids in rollout.input_ids[rows])]
+            parts = [b for b in policy if start <= number_of[emitted(b.input_ids[0], b.attention_mask[0])] < start + 8]
             assert len(parts) == 2 * 8 // size  # two epochs
             for part in parts:
-                for ids, marked in zip(part.input_ids, part.marked, strict=True):
-                    number = next(n for n in range(start, start + 8) if torch.equal(rollout.input_ids[n], ids))
-                    assert torch.equal(marked, whole[number - start])
+                for ids, attention_mask, marked in zip(part.input_ids, part.attention_mask, part.marked, strict=True):
+                    number = number_of[emitted(ids, attention_mask)]
+                    assert start <= number < start + 8
+                    assert torch.equal(marked, whole[number - start, : len(marked)])
         chosen[size] = sum(int(batch.marked.sum()) for batch in policy)
     assert chosen[8] == chosen[2] > 0
 
