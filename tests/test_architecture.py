@@ -15,7 +15,8 @@ LAYERS = [
     AXES,
     ("recipe",),
     ("loading",),
-    ("training", "explain", "scaffold", "preflight", "catalogue"),
+    ("preflight",),
+    ("training", "explain", "scaffold", "catalogue"),
     ("study", "plan", "conformance", "replay", "fidelity"),
     ("report",),
     ("cli",),
@@ -25,7 +26,7 @@ ONLY = {"report": {"registry", "rollout"}}  # reads files and the values that fl
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
-TENSOR_FILES = {"functional.py", "towers.py", "agent.py", "attention.py", "sampling.py", "weights.py"}
+TENSOR_FILES = {"functional.py", "towers.py", "agent.py", "attention.py", "sampling.py", "weights.py", "head.py"}
 
 
 def imports(path: Path) -> list[tuple[str, int, bool]]:

@@ -24,9 +24,11 @@ from cct.loading import load_recipe
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Prompt, Response
 from cct.training.agent import Agent
+from cct.training.building import build
 from cct.training.collect import Collector, Iteration, Minibatch
-from cct.training.rows import TrainingStopped, judge
-from cct.training.run import build, resume
+from cct.training.rows import judge
+from cct.training.run import resume
+from cct.training.stopped import TrainingStopped
 from cct.transport import explained_variance, gated_gae, group_advantage, transports, whiten
 
 NAN, INF = float("nan"), float("inf")

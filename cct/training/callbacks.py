@@ -16,13 +16,15 @@ from rich.live import Live
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from cct.loading import dump_recipe
 from cct.policy.weights import save
 from cct.recipe import Recipe
 
+from .folder import checkpoints, drop_lines_after, write_whole
 from .module import CreditModule, RolloutData
 from .profile import Profile
 from .ranks import Ranks
-from .rollouts import store
+from .rollouts import drop_after, store
 from .rows import evaluate
 
 
@@ -49,11 +51,6 @@ class JsonLinesLogger(Logger):
             file.write(json.dumps({"iteration": step, **metrics}) + "\n")
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """A run's checkpoints, oldest first; each is named by the iteration after which it was taken."""
-    return sorted((folder / "checkpoints").glob("[0-9]*.ckpt"), key=lambda path: int(path.stem))
-
-
 class Recorder(Callback):
     """After every iteration: metrics to the loggers, samples, evaluation and checkpoint where due."""
 
@@ -77,7 +74,15 @@ class Recorder(Callback):
         self._folder = trainer.strategy.broadcast(self._folder)  # the first process made it
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Whatever can refuse a resumed run has passed: what came after its checkpoint is dropped, to be made again."""
         assert isinstance(module, CreditModule)
+        reached: int | None = trainer.datamodule.done  # type: ignore[attr-defined]
+        if trainer.is_global_zero and reached is not None:
+            write_whole(self.folder / "recipe.yaml", dump_recipe(self.recipe))
+            drop_lines_after(self.folder, reached)
+            drop_after(self.folder, reached)
+            for later in [path for path in checkpoints(self.folder) if int(path.stem) > reached]:  # they could not be read
+                _remove(later)
         if module.current_epoch == 0:
             started = time.perf_counter()
             self._log(trainer, self._evaluate(trainer), iteration=0)
