@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from cct.policy import WARM_START_SEED, Shape
 from cct.recipe import Recipe, RecipeError
+from cct.registry import told
 from cct.task import Task
 from cct.transport import Gate, Transport
 
@@ -22,8 +23,8 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> None:
                 part.held_out()
                 if place == "task":
                     part.prompts(recipe.seed, 0, 1)
-        except (ValueError, OSError) as error:
-            problems.append(f"{place}: '{part.use}': {error}")
+        except Exception as error:  # a part may be the user's own
+            problems.append(f"{place}: '{part.use}': {said(error)}")
     if not problems:
         shape = recipe.policy.shape
         problems = unfit(recipe, shape) if shape is not None else []
@@ -38,14 +39,19 @@ def unready(recipe: Recipe) -> list[str]:
     for place, part in recipe.parts.items():
         try:
             part.ready()
-        except (ValueError, OSError) as error:
-            problems.append(f"{place}: '{part.use}': {error}")
+        except Exception as error:
+            problems.append(f"{place}: '{part.use}': {said(error)}")
     strategy, logger = recipe.training.strategy, recipe.logging.logger
     if strategy.startswith("deepspeed") and find_spec("deepspeed") is None:
         problems.append(f"training.strategy: {strategy} needs DeepSpeed, which is not installed: pip install 'cct[deepspeed]'")
     if logger == "tensorboard" and find_spec("tensorboard") is None and find_spec("tensorboardX") is None:
         problems.append("logging.logger: tensorboard is not installed: pip install 'cct[tensorboard]', or set it to csv")
     return problems
+
+
+def said(error: Exception) -> str:
+    """Parts raise ValueError and OSError with a message for users; whatever else they raise, with its place."""
+    return str(error) if isinstance(error, ValueError | OSError) else told(error)
 
 
 def unfit(recipe: Recipe, shape: Shape) -> list[str]:

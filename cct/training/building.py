@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cct.policy import Shape
 from cct.policy.weights import add_lora, without_dropout
-from cct.preflight import unfit, unready
+from cct.preflight import said, unfit, unready
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import derive_seed
 
@@ -51,8 +51,8 @@ def build(
         torch.manual_seed(derive_seed(recipe.seed, "critic"))
         try:
             critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
-        except ValueError as error:
-            raise RecipeError(f"critic: {error}") from error
+        except Exception as error:  # it may be the user's own
+            raise RecipeError(f"critic: {said(error)}") from error
     reference = None
     if recipe.needs("reference"):
         reference = type(actor)(actor.config)
