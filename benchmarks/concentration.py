@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
 from cct.policy import attention_concentration, tappable
 from cct.rollout import Concentration
@@ -42,12 +43,14 @@ def run(size: Size = SIZE, rounds: int = 5) -> Result:
     return Result(operator.tables + taps.tables, operator.targets + taps.targets)
 
 
-def eager(query: Tensor, key: Tensor) -> Tensor:
-    """The definition, from the attention weights [B, H, S, S] that eager attention returns."""
+def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The definition, from the attention weights [B, H, S, S] that transformers' eager attention returns beside its output."""
     length = query.shape[2]
-    hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    weights = (query @ key.transpose(2, 3) * query.shape[3] ** -0.5).masked_fill(hidden, -math.inf).softmax(-1)
-    entropy = -torch.special.xlogy(weights, weights).sum(-1)
+    module = nn.Module().eval()
+    module.num_key_value_groups = query.shape[1] // key.shape[1]  # type: ignore[assignment]
+    mask = torch.full((length, length), -math.inf, device=query.device).triu(1)[None, None]
+    weights = eager_attention_forward(module, query, key, value, mask, query.shape[3] ** -0.5)[1]
+    entropy = -(weights * weights.clamp(min=torch.finfo(weights.dtype).tiny).log()).sum(-1)
     n = torch.arange(1, length + 1, device=query.device)
     return torch.where(n < 2, 1.0, 1 - entropy / n.clamp(min=2).log())
 
@@ -69,9 +72,9 @@ def _at(length: int, size: Size, rounds: int) -> tuple[list[tuple[str, ...]], tu
         "attention alone (SDPA)": lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True),
         "Shannon": lambda: attention_concentration(query, key),
         "Renyi-2": lambda: attention_concentration(query, key, statistic="renyi2"),
-        "eager weights": lambda: eager(query, key),
+        "eager weights": lambda: eager(query, key, value),
     }
-    error = agree("concentration", attention_concentration(query, key), eager(query, key), 1e-5)
+    error = agree("concentration", attention_concentration(query, key), eager(query, key, value), 1e-5)
     seconds = in_turn(functions, rounds)
     memory = {name: extra_memory(function) for name, function in functions.items()}
     rows: list[tuple[str, ...]] = [

@@ -91,10 +91,10 @@ def run(size: Size = SIZE, rounds: int = 3) -> Result:
     else:
         each[TRL] = lambda: of_trl(recipes["cct grpo"])
     found: dict[str, list[Iterations]] = {name: [] for name in each}
+    memory: dict[str, int | None] = {}
     for number_of_round in range(rounds):
         for name in list(each) if number_of_round % 2 == 0 else list(each)[::-1]:
-            found[name].append(each[name]())
-    memory = {name: extra_memory(function) for name, function in each.items()}
+            memory[name] = extra_memory(lambda name=name: found[name].append(each[name]()))  # type: ignore[misc]
     seconds = {name: [statistics.median(one.seconds) for one in them] for name, them in found.items()}
     tokens = {name: statistics.mean(one.tokens for one in them) for name, them in found.items()}
     assert len(set(tokens.values())) == 1, f"not the same work: {tokens} tokens an iteration"

@@ -26,7 +26,7 @@ ONLY = {"report": {"registry", "rollout"}}  # reads files and the values that fl
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
-TENSOR_FILES = {"functional.py", "towers.py", "agent.py", "attention.py", "sampling.py", "weights.py", "head.py"}
+TENSOR_FILES = {"functional.py", "towers.py", "agent.py", "attention.py", "head.py", "sampling.py", "weights.py"}
 
 
 def imports(path: Path) -> list[tuple[str, int, bool]]:

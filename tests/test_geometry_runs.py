@@ -62,11 +62,12 @@ def moved(agent):
 
 @pytest.mark.parametrize("estimator", [None, "k3"])
 def test_the_kl_is_each_token_s_cost_before_the_transport(estimator):
-    knobs = [f"geometry.kl_estimator={estimator or 'null'}", "transport={use: gae, whiten: false}", "critic.output=scalar"]
+    knobs = ["transport={use: gae, whiten: false}", "critic.output=scalar"]
+    with_kl = [*knobs, "geometry.kl_in_reward=0.5", f"geometry.kl_estimator={estimator or 'null'}"]
     rewards = {}
     for weight in (0.0, 0.5):
-        recipe = tiny("gae", *knobs, f"geometry.kl_in_reward={weight}")
-        agent, tokenizer, reference = build(tiny("gae", *knobs, "geometry.kl_in_reward=0.5"))
+        recipe = tiny("gae", *(with_kl if weight else knobs))
+        agent, tokenizer, reference = build(tiny("gae", *with_kl))
         moved(agent)
         iteration = Collector(recipe, agent, tokenizer, reference).collect(1)
         rewards[weight] = iteration.rollout.rewards

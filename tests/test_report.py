@@ -219,7 +219,11 @@ def study(folder, settings=("",)):
         }
         for seed in (0, 1) for setting in settings for arm in ARMS
     ]  # fmt: skip
-    names = [("compo - gae", row(0.3)), ("gates x critic: (compo - comp_gae_standard) - (gae_tac - gae)", row(0.0))]
+    square = "gates x critic: (compo - comp_gae_standard) - (gae_tac - gae)"
+    compared = [
+        {"kind": "difference", "name": "compo - gae", "arms": ["compo", "gae"], **row(0.3)},
+        {"kind": "interaction", "name": square, "arms": list(ARMS), **row(0.0)},
+    ]
     results = {
         "study": "a < b",
         "level": 0.95,
@@ -233,9 +237,7 @@ def study(folder, settings=("",)):
             for arm in ARMS
         ],
         "comparisons": [
-            {"metric": "final_accuracy", "comparison": name, "setting": setting, **found, "p_holm": 0.02}
-            for setting in settings
-            for name, found in names
+            {"metric": "final_accuracy", "setting": setting, **one, "p_holm": 0.02} for setting in settings for one in compared
         ],
         "stability": {
             "counts": [{"arm": arm, "stable": 1 if arm == "gae" else 2, "of": 2} for arm in ARMS],
@@ -278,7 +280,7 @@ def test_a_grid_has_a_heat_map(tmp_path):
 
 
 ONE, NOTHING = {"value": 0.5, "low": 0.25, "high": 0.75}, {"value": None, "low": None, "high": None}
-SCORES = {"rank_correlation": ONE, "sign_agreement": NOTHING, "scale": ONE, "bias": ONE, "variance": ONE}
+SCORES = {"critic": "tac", "rank_correlation": ONE, "sign_agreement": NOTHING, "scale": ONE, "bias": ONE, "variance": ONE}
 FIDELITY = {
     "critic": "tac", "iteration": 2, "positions": 10, "prompts": 4, "continuations": 8, "below": 0.95, "undecided_tokens": 30,
     "truth": {"ceiling": ONE, "split_half": ONE, "surely_not_0": 0, "p_below": 0.01, "variance": 0.1},

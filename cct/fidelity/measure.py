@@ -22,14 +22,15 @@ from cct.rollout import derive_seed
 from cct.training.agent import Agent
 from cct.training.building import build
 from cct.training.collect import Collector
-from cct.training.export import restore
 from cct.training.ranks import Ranks
+from cct.training.restore import restore
 from cct.training.rows import Row, State, continue_from
 from cct.transport import Transport
 
 from .scores import Array, Truth, branched_advantage
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DIGITS = 6  # after the point: what differs by less is equal, and shares its rank
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Measured:
     truth: Truth
     credit: dict[str, Array]
     """transport -> [N], the run's own first."""
+    reads_critic: dict[str, bool]
+    """Whether it does, by transport."""
     places: list[tuple[int, int, int]]
     """Iteration, row and token of each position."""
     responses: int
@@ -124,7 +127,7 @@ def measure(
     finally:
         base.close()
         close_workers()
-    advantage, half, other, p = np.array(found).T
+    advantage, half, other, p = np.array(found).round(DIGITS).T
     prompts = {prompt: number for number, prompt in enumerate(sorted({(b, rows[b][row].group) for b, row, _ in drawn}))}
     cluster = np.array([prompts[b, rows[b][row].group] for b, row, _ in drawn])
     return Measured(
@@ -133,7 +136,8 @@ def measure(
         recipe.critic.use if recipe.critic else None,
         iteration,
         Truth(advantage, (half, other), p, cluster),
-        {name: np.array([float(parts[b][row, t]) for b, row, t in drawn]) for name, parts in credit.items()},
+        {name: np.array([float(parts[b][row, t]) for b, row, t in drawn]).round(DIGITS) for name, parts in credit.items()},
+        {name: variant.critic is not None for name, variant in variants.items()},
         [(iteration + 1 + b, row, t) for b, row, t in drawn],
         sum(map(len, rows)),
         sum(int(mask.sum()) for mask in masks),

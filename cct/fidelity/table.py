@@ -26,7 +26,8 @@ def summary(measured: Measured) -> dict[str, Any]:
     truth, own = measured.truth, next(iter(measured.credit.values()))
     transports = {}
     for name, credit in measured.credit.items():
-        found = {score: asdict(with_interval(of, credit, truth)) for score, of in SCORES.items()}
+        found: dict[str, Any] = {"critic": measured.critic if measured.reads_critic.get(name) else None}
+        found |= {score: asdict(with_interval(of, credit, truth)) for score, of in SCORES.items()}
         if credit is not own:
             found["rank_correlation_minus_own"] = asdict(difference(credit, own, truth))
         transports[name] = found
@@ -57,8 +58,8 @@ def summary(measured: Measured) -> dict[str, Any]:
             },
             "transports": transports,
             "at_positions": places
-            | {"advantage": truth.advantage.round(6).tolist(), "p": truth.p.round(6).tolist()}
-            | {"credit": {name: credit.round(6).tolist() for name, credit in measured.credit.items()}},
+            | {"advantage": truth.advantage.tolist(), "p": truth.p.tolist()}
+            | {"credit": {name: credit.tolist() for name, credit in measured.credit.items()}},
         }
     )
 

@@ -30,7 +30,7 @@ def fidelity_section(found: Sequence[tuple[str, dict[str, Any]]], *, named: bool
             only = len(one["transports"]) == 1
             label = name if only and named else f"{name}: {transport}" if named else transport
             intervals.append(_interval(label, scores["rank_correlation"]))
-            rows.append([name, transport, one["critic"] or "none", *(_shown(scores[score]) for score in SCORES)])
+            rows.append([name, transport, scores["critic"] or "none", *(_shown(scores[score]) for score in SCORES)])
         truth = one["truth"]
         rows.append([name, "exact knowledge", "", _shown(truth["ceiling"]), "", "", "", ""])
         intervals.append(_interval(f"{name}: ceiling" if named else "ceiling", truth["ceiling"]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ from .read import ReportError
 from .runs import CURVES, LEAST_SPAN, precise
 from .svg import Interval, Series, forest, heat_map, lines, number, slopes
 
-# `name: (d - c) - (b - a)`, as comparisons of four arms are called; names of arms hold no blank.
-INTERACTION = re.compile(r"^(?P<name>.*): \((?P<d>\S+) - (?P<c>\S+)\) - \((?P<b>\S+) - (?P<a>\S+)\)$")
-NAMED = {"final_accuracy": "final held-out accuracy", "area": "mean of the learning curve"}
+NAMED = {  # metrics that stand in the main table and get a forest plot
+    "final_accuracy": "final held-out accuracy",
+    "area": "mean of the learning curve",
+    "frozen/accuracy": "frozen accuracy",
+}
 
 
 def is_study(folder: Path) -> bool:
@@ -51,7 +52,7 @@ def study_report(folder: Path) -> Report:
     )
     sections = [Section("Learning curves", _curves(arms, cells, grid))]
     every = list(dict.fromkeys(row["metric"] for row in results["arms"]))
-    main = [metric for metric in every if metric in NAMED or re.fullmatch("frozen/[^/]*", metric)]
+    main = [metric for metric in every if metric in NAMED]
     others = [metric for metric in every if metric not in main]
     tables = {"Arms": _arms(results, arms, settings, seeds, main)}
     more = ""
@@ -156,7 +157,7 @@ def _differences(results: Mapping[str, Any], grid: bool, metrics: Sequence[str])
     rows = [
         [
             NAMED.get(row["metric"], row["metric"]),
-            row["comparison"],
+            row["name"],
             *([row["setting"]] if grid else []),
             _estimate(row, "+"),
             str(row["n"]),
@@ -175,9 +176,7 @@ def _forests(results: Mapping[str, Any], metrics: Sequence[str]) -> str:
     compared = {row["metric"] for row in results["comparisons"]}
     for metric in (metric for metric in metrics if metric in compared):
         rows = [
-            _interval(_named(_short(row["comparison"]), row["setting"]), row)
-            for row in results["comparisons"]
-            if row["metric"] == metric
+            _interval(_named(_short(row), row["setting"]), row) for row in results["comparisons"] if row["metric"] == metric
         ]
         plots.append(
             forest(
@@ -190,25 +189,24 @@ def _forests(results: Mapping[str, Any], metrics: Sequence[str]) -> str:
     return "".join(f'<div class="scroll">{plot}</div>' for plot in plots) + note
 
 
-def _short(comparison: str) -> str:
-    """A pair as it is written, an interaction by its name."""
-    found = INTERACTION.match(comparison)
-    return f"{found['name']} (interaction)" if found else comparison
+def _short(row: Mapping[str, Any]) -> str:
+    """A difference as it is written, an interaction by what stands before its formula."""
+    return row["name"] if row["kind"] == "difference" else f"{row['name'].partition(': ')[0]} (interaction)"
 
 
 def _interactions(results: Mapping[str, Any]) -> str:
     at = {(row["metric"], row["arm"], row["setting"]): row for row in results["arms"]}
     plots = []
     for row in results["comparisons"]:
-        found = INTERACTION.match(row["comparison"])
-        if found and row["metric"] == "final_accuracy":
-            four = {key: _interval(found[key], at["final_accuracy", found[key], row["setting"]]) for key in "abcd"}
+        if row["kind"] == "interaction" and row["metric"] == "final_accuracy":
+            name, _, formula = row["name"].partition(": ")
+            a, b, c, d = (_interval(arm, at["final_accuracy", arm, row["setting"]]) for arm in row["arms"])
             plots.append(
                 slopes(
-                    _named(found["name"], row["setting"]),
-                    [(four["a"], four["b"]), (four["c"], four["d"])],
+                    _named(name, row["setting"]),
+                    [(a, b), (c, d)],
                     y_label=NAMED["final_accuracy"],
-                    note=f"{row['comparison'].partition(': ')[2]}: {_estimate(row, '+')}. Parallel lines: no interaction.",
+                    note=f"{formula}: {_estimate(row, '+')}. Parallel lines: no interaction.",
                 )
             )
     return "".join(plots)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: `cct export`, its policy as a Hugging Face folder; and a run restored to go on sampling from it."""
+"""`cct export`: the policy of a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cct.loading import load_recipe
 from cct.policy.weights import add_lora, save
-from cct.recipe import Recipe, RecipeError
+from cct.recipe import RecipeError
 
-from .agent import Agent
-from .building import build
 from .folder import checkpoints, must_be_run
-from .module import RolloutData
 
 ACTOR = "agent.actor."
 
@@ -90,22 +86,6 @@ def actor_weights(checkpoint: Path) -> dict[str, Any]:
     else:
         weights = torch.load(checkpoint, map_location="cpu", weights_only=False)["state_dict"]
     return {name[name.index(ACTOR) + len(ACTOR) :]: weight for name, weight in weights.items() if ACTOR in name}
-
-
-def restore(run: Path, iteration: int | None = None) -> tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]:
-    """A run as it was after an iteration (default: its newest checkpoint): its recipe, policy and critic, tokenizer, running
-    moments, and the iteration. Raises RecipeError where there is no such checkpoint, or it is a folder of DeepSpeed's.
-    """
-    checkpoint = checkpoint_of(run, iteration)
-    if checkpoint.is_dir():
-        raise RecipeError(f"{checkpoint}: a critic cannot be read from a checkpoint of DeepSpeed's yet")
-    recipe = load_recipe(run / "recipe.yaml")
-    # The weights are replaced, so no warm start is made for them, unless a reference model is to start from it.
-    bare = recipe.policy if recipe.needs("reference") else recipe.policy.model_copy(update={"warm_start": None})
-    agent, tokenizer, _ = build(recipe.model_copy(update={"policy": bare}))
-    saved = torch.load(checkpoint, map_location="cpu", weights_only=False)
-    agent.load_state_dict({name.removeprefix("agent."): weight for name, weight in saved["state_dict"].items()})
-    return recipe, agent, tokenizer, saved[RolloutData.__name__]["moments"], int(checkpoint.stem)
 
 
 def quiet() -> None:

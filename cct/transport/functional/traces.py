@@ -95,15 +95,15 @@ def gated_gae(
     """
     _check(rewards, values, mask, bootstrap, gap, gamma, lam, lam_value)
     part = lambda x, rows: x[rows] if isinstance(x, Tensor) and x.dim() else x  # noqa: E731
-    advantages, targets = torch.empty(2, *rewards.shape, dtype=_precision(rewards, values), device=rewards.device)
+    advantages, targets = (torch.empty_like(rewards, dtype=_precision(rewards, values)) for _ in range(2))
     for rows in _chunks(rewards):
         s = Steps.of(rewards[rows], values[rows], mask[rows], part(bootstrap, rows), gap)
         g = s.knob(part(gamma, rows))
         returns = s.returns(g, part(lam, rows))
-        advantages[rows] = s.only(returns - s.values)
+        s.only(returns - s.values, out=advantages[rows])
         if lam is not lam_value and (isinstance(lam, Tensor) or isinstance(lam_value, Tensor) or lam != lam_value):
             returns = s.returns(g, part(lam_value, rows))
-        targets[rows] = s.only(returns)
+        s.only(returns, out=targets[rows])
     return advantages, targets
 
 
@@ -128,12 +128,13 @@ def _check(rewards: Tensor, values: Tensor, mask: Tensor, bootstrap: Tensor | No
 
 def _as_bits(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """All bits set where the mask is True and none elsewhere, in numbers of the size of `dtype`."""
-    return mask.to(torch.int64 if dtype.itemsize == 8 else torch.int32).neg_()
+    return mask.view(torch.int8).neg().to(torch.int64 if dtype.itemsize == 8 else torch.int32)
 
 
-def _only(x: Tensor, bits: Tensor) -> Tensor:
+def _only(x: Tensor, bits: Tensor, out: Tensor | None = None) -> Tensor:
     """x where `bits` are set, 0 elsewhere, whatever stands there. `torch.where` takes eight times as long on a CPU."""
-    return (x.view(bits.dtype) & bits).view(x.dtype)
+    target = out.view(bits.dtype) if out is not None else None
+    return torch.bitwise_and(x.view(bits.dtype), bits, out=target).view(x.dtype)
 
 
 @dataclass
@@ -200,11 +201,16 @@ class Steps:
         # What a step is told by the one that follows, (1 - lam) V + lam Q, is a trace of its own, which gaps hand on: so
         # nobody has to look for the V behind a gap.
         told = scan(torch.lerp(self.values, self.rewards, lam), torch.add(self.handed_on, g, alpha=lam), self.after)
-        return told if lam == 1 else torch.addcmul(self.rewards, g, _shifted(told, self.after))
+        if lam == 1:
+            return told
+        result = torch.empty_like(told)
+        torch.addcmul(self.rewards[:, :-1], g[:, :-1], told[:, 1:], out=result[:, :-1])
+        torch.addcmul(self.rewards[:, -1:], g[:, -1:], self.after.unsqueeze(1), out=result[:, -1:])
+        return result
 
-    def only(self, x: Tensor) -> Tensor:
-        """x where the mask is True, 0 elsewhere."""
-        return _only(x, self.unmasked)
+    def only(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x where the mask is True, 0 elsewhere, in the precision of the values."""
+        return _only(x.to(self.values.dtype), self.unmasked, out)
 
 
 def _shifted(x: Tensor, end: Tensor) -> Tensor:
