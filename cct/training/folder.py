@@ -14,6 +14,7 @@ from cct.recipe import Recipe, RecipeError
 KEPT = ("name", "seed", "policy", "critic", "training.critic_warmup")
 # Beside these where DeepSpeed wrote the checkpoint: a folder of parts, one for each process.
 KEPT_BY_DEEPSPEED = ("training.strategy", "training.offload", "training.devices", "training.nodes")
+LINES = ("metrics.jsonl", "samples.jsonl")
 SHOWN, LONG = 4, 80  # changes named in a refusal, and characters of each
 
 
@@ -83,7 +84,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def drop_lines_after(folder: Path, iteration: int) -> None:
     """Leave only events up to an iteration in metrics.jsonl and samples.jsonl; a resumed run makes the later ones again."""
-    for path in (folder / "metrics.jsonl", folder / "samples.jsonl"):
+    for path in (folder / name for name in LINES):
         kept = [event for event in read_lines(path) if event["iteration"] <= iteration]
         if path.is_file():
             write_whole(path, "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in kept))
@@ -106,6 +107,8 @@ def to_resume(folder: Path, recipe: Recipe | None = None, overrides: Sequence[st
     saved = checkpoints(folder)
     if not saved:
         raise RecipeError(f"{folder}: no checkpoint was taken yet; start the recipe again")
+    for name in LINES:
+        read_lines(folder / name)  # or it would be found broken when the run has begun
     before = load_recipe(folder / "recipe.yaml")
     recipe = recipe or load_recipe(folder / "recipe.yaml", overrides)
     changed = changes(before.model_dump(mode="json"), recipe.model_dump(mode="json"))

@@ -76,7 +76,7 @@ def train(
     started = time.perf_counter()
     loggers: list[Logger] = []
     if folder is not None:
-        if checkpoint is None:  # or it is written when the checkpoint has been loaded
+        if checkpoint is None:  # or it is written when an iteration is done
             write_whole(folder / "recipe.yaml", dump_recipe(recipe))
         (folder / "checkpoints").mkdir(exist_ok=True)
         loggers = [
