@@ -96,6 +96,7 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
 
     Raises RecipeError where the model's configuration cannot be had.
     """
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns at each of its attempts
     base = _resident() if gpu is None else 0
     from cct.training.memory import footprint, sizes
 
@@ -245,15 +246,11 @@ class Problems:
 
     @cached_property
     def _read(self) -> tuple[Sequence[Prompt], Sequence[Prompt], str]:
-        task, hub = self.recipe.task, logging.getLogger("huggingface_hub")
-        level = hub.level
-        hub.setLevel(logging.ERROR)  # it warns at each of its attempts
+        task = self.recipe.task
         try:
             return task.prompts(self.recipe.seed, 0, self.recipe.training.prompts_per_iteration), task.held_out(), ""
         except (OSError, ValueError) as error:
             return [], [], str(error).splitlines()[0]
-        finally:
-            hub.setLevel(level)
 
     @property
     def training(self) -> Sequence[Prompt]:
