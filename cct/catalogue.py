@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+
+from pydantic.fields import FieldInfo
 
 import cct.recipe  # noqa: F401  (registers every axis)
 from cct.registry import REGISTRIES, Component
@@ -35,19 +38,30 @@ def _axis(axis: str) -> str:
 
 
 def _differs(cls: type[Component], base: type[Component], knob: str) -> bool:
-    return _default(cls, knob) != _default(base, knob)
+    return default_of(cls.model_fields[knob]) != default_of(base.model_fields[knob])
 
 
-def _default(cls: type[Component], knob: str) -> str:
-    field = cls.model_fields[knob]
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    return f"{{use: {value.use}}}" if isinstance(value, Component) else str(value)
+def default_of(field: FieldInfo) -> str:
+    """A knob's default as a recipe would have it, on one line; `required` where it has none."""
+    return "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
+
+
+def _shown(value: object) -> str:
+    """A value as a recipe would have it: parts by their names, texts quoted where they would not be seen."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, Component):
+        return f"{{use: {value.use}}}"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    unseen = isinstance(value, str) and (not value or not value.isprintable() or value != value.strip())
+    return repr(value) if unseen else str(value)
 
 
 def _knob(cls: type[Component], knob: str) -> str:
-    return _cell(f"`{knob}` ({_default(cls, knob)}) {' '.join((cls.model_fields[knob].description or '').split())}")
+    field = cls.model_fields[knob]
+    name = f"`{knob}` (required)" if field.is_required() else f"`{knob} = {default_of(field)}`"
+    return _cell(f"{name} {' '.join((field.description or '').split())}")
 
 
 def _cell(text: str) -> str:

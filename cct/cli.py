@@ -77,7 +77,11 @@ def _parser() -> argparse.ArgumentParser:
 
     def add_set(command: argparse.ArgumentParser) -> None:
         command.add_argument(
-            "--set", action="append", default=[], metavar="a.b=c", help="change a key of the recipe; may be repeated"
+            "--set",
+            action="append",
+            default=[],
+            metavar="a.b=c",
+            help="change a key of the recipe, `a.b=` to null; may be repeated",
         )
 
     run = add("run", _run, "train a recipe, or go on with a run")
@@ -104,12 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     plan = add("plan", _plan, "say what a recipe needs of memory, and whether it fits a GPU, without loading weights")
     plan.add_argument("recipe")
     plan.add_argument(
-        "--gpu", metavar="NAME", help="a GPU by name, such as H100, or its memory, such as 24GB; default: the CPU"
+        "--gpu", metavar="NAME", help="a GPU by name, such as H100, or its memory in GB, such as 24; default: the CPU"
     )
     add_set(plan)
 
     listing = add("ls", _ls, "list the registered components")
-    listing.add_argument("axis", nargs="?", choices=AXES)
+    listing.add_argument("axis", nargs="?", metavar="AXIS", help=f"of {', '.join(AXES)}; with its knobs")
     listing.add_argument("--markdown", action="store_true", help="as the page docs/catalogue.md, of what comes with cct")
 
     operator = add("check-operator", _check_operator, "run the conformance suite on a part, one's own included")
@@ -237,6 +241,8 @@ def _checked(path: str, overrides: list[str], *, demonstrations: bool = False):
         preflight(recipe, demonstrations=demonstrations)
     except RecipeError as error:
         raise RecipeError(*(f"{path}: {problem}" for problem in error.problems)) from None
+    for doubt in recipe.doubts:
+        print(f"warning: {path}: {doubt}", file=sys.stderr)
     return recipe
 
 
@@ -271,24 +277,31 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from cct.registry import REGISTRIES, load_entry_points
+    from cct.catalogue import catalogue, default_of
+    from cct.recipe import RecipeError
+    from cct.registry import REGISTRIES, did_you_mean, load_entry_points
 
     if arguments.markdown:
-        from cct.catalogue import catalogue
-
         print(catalogue(AXES), end="")
         return 0
     load_entry_points()
-    for axis in [arguments.axis] if arguments.axis else AXES:
+    if arguments.axis not in (None, *AXES):
+        its = [f"cct ls {axis}" for axis in AXES if arguments.axis in REGISTRIES[axis].names()]
+        hint = f"; '{arguments.axis}' is listed by {' and '.join(its)}" if its else ""
+        raise RecipeError(did_you_mean("axis", arguments.axis, AXES) + hint)
+    axes = [arguments.axis] if arguments.axis else AXES
+    width = max(len(name) for axis in axes for name in REGISTRIES[axis].names())
+    for axis in axes:
         registry = REGISTRIES[axis]
-        print(axis if not arguments.axis else "", end="\n" if not arguments.axis else "")
+        if not arguments.axis:
+            print(axis)
         for name in registry.names():
             cls = registry[name]
-            print(f"  {name:<18} {cls.summary()}")
+            print(f"  {name:<{width}} {cls.summary()}")
             if arguments.axis:
-                for knob, field in cls.model_fields.items():
-                    default = "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
-                    print(f"      {knob + ' = ' + default:<34} {' '.join((field.description or '').split())}")
+                helps = {f"{knob} = {default_of(field)}": field.description or "" for knob, field in cls.model_fields.items()}
+                for knob, help in helps.items():
+                    print(f"      {knob:<{max(map(len, helps))}}  {' '.join(help.split())}")
     return 0
 
 
@@ -296,16 +309,6 @@ def _check_operator(arguments: argparse.Namespace) -> int:
     from cct.conformance.report import print_verdicts
 
     return print_verdicts(arguments.operator, arguments.axis, arguments.set, arguments.examples)
-
-
-def _shown(value: object) -> str:
-    from cct.registry import Component
-
-    if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
-    if isinstance(value, Component):
-        return f"{{use: {value.use}}}"
-    return repr(value) if isinstance(value, str) and value != value.strip() else str(value)
 
 
 def _schema(arguments: argparse.Namespace) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from cct.loading import dump_recipe
 from cct.recipe import Recipe, RecipeError
 
@@ -12,8 +10,7 @@ def explain(recipe: Recipe) -> int:
     """Print the resolved recipe; for each part its source, needs and providers; parameter counts. Returns 0."""
     print(dump_recipe(recipe))
     for place, part in recipe.parts.items():
-        path, line = type(part).where()
-        print(f"# {place}: {part.use}  ({_short(path)}:{line})")
+        print(f"# {place}: {part.use}  ({type(part).file()}:{type(part).where()[1]})")
         for need in sorted(part.needs):
             print(f"#     needs {need}, provided by {', '.join(recipe.providers(need))}")
     for name, count in parameter_counts(recipe).items():
@@ -37,11 +34,3 @@ def parameter_counts(recipe: Recipe) -> dict[str, int]:
             critic = recipe.critic.build(actor, recipe.reward_bounds)
             counts[f"critic ({recipe.critic.use})"] = sum(p.numel() for p in critic.parameters())
     return counts
-
-
-def _short(path: Path) -> str:
-    """Relative to the folder above the package, or to here; whole elsewhere."""
-    for base in (Path(__file__).parents[1], Path.cwd()):
-        if path.is_relative_to(base):
-            return str(path.relative_to(base))
-    return str(path)

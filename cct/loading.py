@@ -297,6 +297,8 @@ def _describe(problem: Any, source: Source, path: Path, model: type[Knobs]) -> s
     if problem["type"] in ("component", "pairing", "unknown_key"):
         return f"{where}{dotted(keys)}{': ' if keys else ''}{message}"
     found = repr(problem["input"])
+    if problem["type"] == "list_type" and isinstance(problem["input"], str | dict):
+        message += f", for example [{problem['input'] if isinstance(problem['input'], str) else '{use: ...}'}]"
     shown = f" (found {found if len(found) < 80 else found[:77] + '...'})" if not isinstance(problem["input"], dict) else ""
     return f"{where}{dotted(keys)}: {message[:1].lower()}{message[1:]}{shown}. {purpose}".rstrip()
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cct.rollout import Prompt
     from cct.training.memory import Footprint, Peak
 
-GB = 10**9
+MB, GB = 10**6, 10**9
 
 # Memory of one device in GB, as the maker's data sheets say (NVIDIA; product pages of each). The devices have a little more.
 GPUS = {
@@ -303,15 +303,15 @@ def _resident() -> int:
 
 # --- the command ------------------------------------------------------------------------------
 def gpu_memory(name: str) -> int:
-    """Bytes of a GPU by name, or of `24GB`. Raises RecipeError where neither is meant."""
-    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*GB", name, re.IGNORECASE)
+    """Bytes of a GPU by name, or of `24` or `24GB`. Raises RecipeError where neither is meant."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB)?", name, re.IGNORECASE)
     if size:
         return int(float(size[1]) * GB)
     plain = lambda text: re.sub(r"[^a-z0-9]", "", text.lower())  # noqa: E731
     found = [known for known in GPUS if plain(known).startswith(plain(name))] if plain(name) else []
     if len(found) != 1:
         what = f"may be {' or '.join(found)}" if found else "is not known"
-        raise RecipeError(f"--gpu {name} {what}; there are: {', '.join(GPUS)}, or a size such as 24GB")
+        raise RecipeError(f"--gpu {name} {what}; there are: {', '.join(GPUS)}, or a size in GB such as 24")
     return GPUS[found[0]] * GB
 
 
@@ -334,13 +334,15 @@ def print_plan(recipe: Recipe, gpu: str | None) -> int:
     print(f"processes: {training.processes}, {training.strategy}, {training.precision}")
     for note in found.notes:
         print(note)
-    table = Table(title=f"GB in one process, {'CPU' if memory is None else gpu}", title_justify="left")
+    unit = "MB" if found.peak < 10 * GB else "GB"
+    device = "CPU" if memory is None else f"a GPU of {memory / GB:g} GB"
+    table = Table(title=f"{unit} in one process, {device}", title_justify="left")
     table.add_column("")
     for phase in found.phases:
         table.add_column(phase, justify="right")
     for part in dict.fromkeys(part for parts in found.phases.values() for part in parts):
-        table.add_row(part, *(_shown(parts.get(part, 0)) for parts in found.phases.values()))
-    table.add_row("sum", *(_shown(sum(parts.values())) for parts in found.phases.values()), style="bold")
+        table.add_row(part, *(_shown(parts.get(part, 0), unit) for parts in found.phases.values()))
+    table.add_row("sum", *(_shown(sum(parts.values()), unit) for parts in found.phases.values()), style="bold")
     Console(width=128).print(table)
     if memory is None:
         print(f"peak: {found.peak / GB:.2f} GB of resident memory in each process, what torch and the rest take included")
@@ -348,14 +350,16 @@ def print_plan(recipe: Recipe, gpu: str | None) -> int:
     for problem in found.problems:
         print(problem)
     fits = found.peak <= memory and not found.problems
-    print(f"peak: {found.peak / GB:.1f} GB of {memory / GB:.0f} GB: {'fits' if fits else 'does not fit'} {gpu}")
+    print(f"peak: {found.peak / GB:.1f} of {memory / GB:g} GB: {'fits' if fits else 'does not fit'}")
     if found.peak > memory:
         print(_advice(recipe, found))
     return 0 if fits else 1
 
 
-def _shown(size: int) -> str:
-    return f"{size / GB:.2f}" if size else ""
+def _shown(size: int, unit: str) -> str:
+    if not size:
+        return ""
+    return f"{size / GB:.2f}" if unit == "GB" else f"{size / MB:,.1f}"
 
 
 def _advice(recipe: Recipe, found: Plan) -> str:

@@ -229,6 +229,19 @@ class Recipe(Knobs):
             drawn += self.task.prompts(self.seed, (start - 1) * each, (last - start + 1) * each)
         return drawn
 
+    @property
+    def doubts(self) -> list[str]:
+        """What can be run and cannot be meant, each with its place. The task's data are read for it."""
+        written = getattr(self.policy, "alphabet", None)  # of a policy that makes its own tokenizer
+        if written is None or "#" in (written or self.task.alphabet):
+            return []
+        return [
+            f"evidence.{index}: 'exact_match' looks for the answer behind a '#' unless its pattern says otherwise, and policy "
+            f"'{self.policy.use}' has no such character, so that no response can be right; set evidence.{index}.pattern"
+            for index, part in enumerate(self.evidence)
+            if part.use == "exact_match" and part.model_dump()["pattern"] == part.usual("pattern")
+        ]
+
     def needs(self, what: str) -> bool:
         """Whether any part does."""
         return any(what in part.needs for part in self.parts.values())
@@ -369,6 +382,7 @@ class Recipe(Knobs):
             if need in _provided(registry[name])
         ]
         what = f"provided by {', '.join(able)}" if able else "which no registered component provides"
+        what += "; or set policy.warm_start: null" if need == "demonstrations" else ""
         return f"'{part.use}' needs {need}, and nothing in this recipe provides it; {what}"
 
 

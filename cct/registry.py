@@ -148,6 +148,15 @@ class Component(Knobs):
         except (OSError, TypeError):  # typed into a console
             return Path("?"), 0
 
+    @classmethod
+    def file(cls) -> Path:
+        """File of the definition, relative to the folder above `cct` or to the current one; whole elsewhere."""
+        path = cls.where()[0]
+        for base in (Path(__file__).parents[1], Path.cwd()):
+            if path.is_relative_to(base):
+                return path.relative_to(base)
+        return path
+
 
 C = TypeVar("C", bound=Component)
 REGISTRIES: dict[str, Registry[Any]] = {}
@@ -254,9 +263,10 @@ def optional(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != module.split(".")[0]:
+        library = module.split(".")[0]
+        if (error.name or "").split(".")[0] != library:
             raise  # the library is there, and lacks one of its own
-        raise ValueError(f"the library {module} is not installed; pip install 'cct[{extra}]' brings it") from None
+        raise ValueError(f"the library {library} is not installed; pip install 'cct[{extra}]' brings it") from None
 
 
 # --- what a part of one's own did ---------------------------------------------------------------

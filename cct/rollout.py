@@ -295,13 +295,18 @@ class Rollout:
         return replace(self, **changes)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Credit:
-    """What it was worth."""
+    """What it was worth, detached: whatever a transport or a gate reads, no gradient of a loss gets back through it."""
 
     advantages: Tensor  # [B, T], 0 where masked
     value_targets: Tensor | None = None  # [B, T]
     gate: Tensor | None = None  # [B, T] per-token discount, where the transport has one
+
+    def __post_init__(self) -> None:
+        for name, x in vars(self).items():
+            if getattr(x, "requires_grad", False):
+                object.__setattr__(self, name, x.detach())
 
 
 def derive_seed(*parts: str | int) -> int:

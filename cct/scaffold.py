@@ -43,7 +43,7 @@ class {cls}(Transport):
         return Credit(outcome.unsqueeze(1) * 0.5 ** (to_end / self.half_life) * rollout.mask)
 '''
 
-RECIPE = """# `cct run {name}.yaml` trains {name} on chain arithmetic; every other part is as in the shipped recipes.
+RECIPE = """# `cct run {name}.yaml` trains {name} on chain arithmetic, with a constant learning rate.
 name: {name}
 plugins: [./{name}.py]
 task: {{use: chain_arithmetic, steps: 6}}

@@ -123,6 +123,17 @@ def test_check_lays_set_over_every_recipe(capsys):
     assert leaves(["check", str(COMPO), str(GRPO), "--set", "seed=-1"], capsys)[2].count("error: --set seed=-1: seed: ") == 2
 
 
+def test_check_warns_where_no_response_could_be_right(capsys, tmp_path):
+    for name, problem in (("train", "1+1="), ("test", "2+1=")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": problem, "answer": "3"}) + "\n")
+    task = f"task={{use: jsonl, path: {tmp_path}/train.jsonl, held_out_path: {tmp_path}/test.jsonl}}"
+    argv = ["check", str(GRPO), "--set", task, "--set", "policy.warm_start="]
+    code, _, errors = leaves(argv, capsys)
+    assert code == 0 and errors.startswith(f"warning: {GRPO}: evidence.0: 'exact_match' looks for the answer behind a '#'")
+    for remedy in (r"evidence.0.pattern=(\S+)$", "policy.alphabet=0123+=#"):
+        assert leaves([*argv, "--set", remedy], capsys)[::2] == (0, "")
+
+
 JSONL = "task={use: jsonl, path: PATH, held_out_path: PATH}"
 
 
@@ -158,7 +169,9 @@ JSONL = "task={use: jsonl, path: PATH, held_out_path: PATH}"
         (["run", "COMPO", "--resume", "nope", "--dry-run"], "nope"),
         (["explain", "nope.yaml"], "nope.yaml: no such file"),
         (["schema", "nope.yaml"], "nope.yaml: no such file"),
-        (["ls", "gates"], "invalid choice: 'gates'"),
+        (["ls", "gates"], "did you mean 'gate'?"),
+        (["ls", "grpo"], "'grpo' is listed by cct ls transport"),
+        (["check", "COMPO", "--set", "evidence=exact_match"], "for example [exact_match] (found 'exact_match')"),
         (["new", "gate", "mine"], "invalid choice: 'gate'"),
         (["eval"], "required: run"),
     ],
@@ -214,6 +227,7 @@ def test_a_folder_that_is_no_run(capsys, tmp_path, argv):
 def test_ls_prints_each_components_first_line(capsys):
     code, output, _ = leaves(["ls"], capsys)
     lines = output.splitlines()
+    assert len({re.match(r"  \w+ +", line).end() for line in lines if line.startswith(" ")}) == 1  # one column
     assert code == 0 and [line for line in lines if not line.startswith(" ")] == list(AXES) and set(AXES) == set(REGISTRIES)
     shown = [line.split(maxsplit=1) for line in lines if line.startswith(" ")]
     assert shown == [
@@ -239,6 +253,7 @@ def test_ls_shows_defaults(capsys):
     output = leaves(["ls", "transport"], capsys)[1]
     assert re.search(r"lam = 1\.0 +Trace decay of the advantage", output) and "gate = {use: attention}" in output
     assert re.search(r"separator = '\\n' +A token", output)  # on one line
+    assert "like = null " in output and "whiten = true " in output
     assert "parts = [{use: attention}, {use: entropy}] " in leaves(["ls", "gate"], capsys)[1]
     assert re.search(r"path = required +Training problems", leaves(["ls", "task"], capsys)[1])
 

@@ -112,14 +112,6 @@ class LeftAligned(Transport):
         return {"gap": "to be caught by padding alone"}
 
 
-class UndetachedValues(Transport):
-    """A gradient of the actor's loss would reach the critic."""
-
-    def __call__(self, rollout):
-        values = rollout.values.masked_fill(~rollout.mask, 0.0)
-        return Credit(reward_to_go(rollout.rewards.detach(), rollout.mask) - values)
-
-
 class FirstRowIsTheBaseline(Transport):
     """Rows are shuffled; none is special."""
 
@@ -167,8 +159,8 @@ class WritesIntoTheRollout(Plain):
     """Zeroes the caller's tensor."""
 
     def __call__(self, rollout):
-        rollout.rewards.detach()[~rollout.mask] = 0.0
-        return Credit(reward_to_go(rollout.rewards, rollout.mask).detach())
+        rollout.rewards[~rollout.mask] = 0.0
+        return Credit(reward_to_go(rollout.rewards, rollout.mask))
 
 
 class NoiseOverItsOwnSize(Transport):
@@ -182,7 +174,7 @@ class NoiseOverItsOwnSize(Transport):
         mean = share @ scores
         deviation = (share @ scores.square() - mean.square()).clamp(min=0).sqrt()
         centred = (scores - mean) / (deviation + 1e-9)
-        return Credit((centred.unsqueeze(1) * rollout.mask).detach())
+        return Credit(centred.unsqueeze(1) * rollout.mask)
 
 
 class GroupsAreIndices(Transport):
@@ -190,7 +182,7 @@ class GroupsAreIndices(Transport):
 
     def __call__(self, rollout):
         total = torch.zeros(len(rollout.groups) + 2, dtype=rollout.rewards.dtype).index_add_(0, rollout.groups, rollout.scores)
-        return Credit((total[rollout.groups].unsqueeze(1) * rollout.mask).detach())
+        return Credit(total[rollout.groups].unsqueeze(1) * rollout.mask)
 
     @property
     def waives(self):
@@ -202,7 +194,7 @@ class LosesTheLastReward(Transport):
 
     def __call__(self, rollout):
         to_end = rollout.mask.flip(1).cumsum(1).flip(1)
-        return Credit(reward_to_go(rollout.rewards.masked_fill(to_end <= 1, 0.0), rollout.mask).detach())
+        return Credit(reward_to_go(rollout.rewards.masked_fill(to_end <= 1, 0.0), rollout.mask))
 
 
 class ClaimsToBeLinear(Transport):
@@ -211,7 +203,7 @@ class ClaimsToBeLinear(Transport):
     claims: ClassVar = frozenset({"linear"})
 
     def __call__(self, rollout):
-        return Credit(reward_to_go(rollout.rewards.clamp(max=1.0), rollout.mask).detach())
+        return Credit(reward_to_go(rollout.rewards.clamp(max=1.0), rollout.mask))
 
 
 class ClaimsToSplit(Transport):
@@ -240,7 +232,7 @@ class PeeksAtItsOwnToken(Gate):
     """log-probability at t is of token t itself."""
 
     def __call__(self, rollout):
-        return rollout.logprobs.detach().exp()
+        return rollout.logprobs.exp()
 
 
 class PeeksAtTheNextRead(Gate):
@@ -250,7 +242,7 @@ class PeeksAtTheNextRead(Gate):
         packed, rank = (~rollout.mask).long().sort(dim=1, stable=True).indices, steps_before(rollout.mask)
         last = rollout.mask.sum(1, keepdim=True) - 1
         following = torch.minimum(rank + 1, last).clamp(min=0)
-        entropy = rollout.stats["entropy"].detach().masked_fill(~rollout.mask, 0.0)
+        entropy = rollout.stats["entropy"].masked_fill(~rollout.mask, 0.0)
         return entropy.gather(1, packed).gather(1, following)
 
 
@@ -261,18 +253,11 @@ class KnowsTheLength(Gate):
         return (steps_before(rollout.mask) / rollout.mask.sum(1, keepdim=True).clamp(min=1)).clamp(0, 1)
 
 
-class UndetachedGate(Gate):
-    """A gradient would teach the policy to look concentrated."""
-
-    def __call__(self, rollout):
-        return rollout.stats["entropy"].sigmoid()
-
-
 class AmplifiesCredit(Gate):
     """Above 1."""
 
     def __call__(self, rollout):
-        return 1.0 + rollout.stats["entropy"].detach()
+        return 1.0 + rollout.stats["entropy"]
 
 
 # --- wrong geometries -----------------------------------------------------------------------------
@@ -406,7 +391,6 @@ FAULTS: list[tuple[type[Component], str, str]] = [
     (LeakThroughTheGapInSteps, "gap", "with the gaps removed"),
     (MeanOverPadding, "padding", "more positions of padding"),
     (LeftAligned, "padding", "with the padding on the left"),
-    (UndetachedValues, "gradient", "detach what it reads"),
     (FirstRowIsTheBaseline, "order", "in the order"),
     (Cancels, "precision", "float32 against float64"),
     (EveryPair, "length", "memory grows faster"),
@@ -422,7 +406,6 @@ FAULTS: list[tuple[type[Component], str, str]] = [
     (PeeksAtItsOwnToken, "future", "later tokens"),
     (PeeksAtTheNextRead, "future", "later tokens"),
     (KnowsTheLength, "future", "the number of later tokens"),
-    (UndetachedGate, "gradient", "detach what it reads"),
     (AmplifiesCredit, "form", "leaves [0, 1]"),
     (OwnMean, "split", "alone in a micro-batch"),
     (MultipliedLoss, "noise", "with nan at masked positions"),
@@ -485,9 +468,9 @@ def test_the_smallest_failing_case_can_be_pasted():
     assert [True, False, True] in pasted["mask"].tolist() and pasted["rewards"].abs().sum() > 0
     assert pasted["mask"].dtype == torch.bool and pasted["rewards"].dtype == torch.float32
     assert "values" not in pasted  # it reads none
-    (verdict,) = check(UndetachedValues(), only="gradient")
+    (verdict,) = check(ForgetsTheCritic(), only="form")
     exec(verdict.example, pasted)
-    assert pasted["values"].shape == pasted["mask"].shape == (1, 1)
+    assert pasted["rewards"].shape == pasted["mask"].shape == (1, 1)
     (verdict,) = check(PeeksAtTheNextRead(), only="future")
     exec(verdict.example, pasted)
     assert pasted["stats"]["entropy"].shape == (1, 2)
@@ -498,7 +481,7 @@ def test_the_verdicts_are_the_same_every_time():
 
 
 def test_every_property_has_a_name_of_its_own():
-    for operator in (Plain(), UndetachedGate(), OwnMean(), TeachesTheActor(), Moody()):
+    for operator in (Plain(), AmplifiesCredit(), OwnMean(), TeachesTheActor(), Moody()):
         names = [each.name for each in properties(operator)]
         assert len(names) == len(set(names)) and all(each.says for each in properties(operator))
 
@@ -528,6 +511,13 @@ def test_the_command_judges_a_file_and_ends_with_1_where_it_fails(tmp_path, caps
         assert printed.endswith("transport conformance_wrong: failed: noise\n")
 
 
+def test_a_name_that_a_file_lacks_is_answered_by_those_that_it_has(tmp_path, capsys):
+    (tmp_path / "other.py").write_text(WRONG.replace("conformance_wrong", "conformance_other"))
+    assert main(["check-operator", f"{tmp_path / 'other.py'}:gae"]) == 2
+    assert capsys.readouterr().err.endswith("is called 'gae'; there are: conformance_other\n")
+    del transports._classes["conformance_other"]
+
+
 def test_the_command_ends_with_0_where_nothing_fails(capsys):
     assert main(["check-operator", "gae", "--set", "whiten=false", "--set", "lam=0.9", "--examples", "5"]) == 0
     printed = capsys.readouterr().out
@@ -541,6 +531,7 @@ def test_the_command_ends_with_0_where_nothing_fails(capsys):
     [
         (["gea"], "did you mean 'gae'"),
         (["nope.py:gae"], "nope.py not found"),
+        (["nope.py"], "nope.py: say which part of it, nope.py:NAME"),
         (["gae", "--set", "lam=3"], "transport.lam: Input should be less than or equal to 1"),
         (["gae", "--set", "lamb=0"], "did you mean 'lam'"),
         (["gae", "--examples", "0"], "at least 1"),

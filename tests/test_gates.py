@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.testing import assert_close
 
-from cct.rollout import Rollout
+from cct.conformance import check
+from cct.geometry import geometries
+from cct.rollout import Credit, Rollout, TokenEntropy
 from cct.training.agent import Agent
 from cct.transport import Gate, gates, transports
 
@@ -139,15 +142,38 @@ def test_statistics_are_named_by_their_knobs():
     assert (asked.statistic, asked.layers, asked.sinks) == ("renyi2", (0, -1), 2)
 
 
-def test_no_gradient_flows_into_the_statistic():
-    gate = AttentionGate(match_gamma=0.95)
+class Undetached(Gate):
+    """Its discounts carry the graph of whatever the statistic came from."""
+
+    @property
+    def statistics(self):
+        return {"entropy": TokenEntropy()}
+
+    def __call__(self, rollout):
+        return rollout.stats["entropy"].sigmoid()
+
+
+@pytest.mark.parametrize("gate", [AttentionGate(match_gamma=0.95), Undetached()])
+def test_no_gradient_of_a_loss_reaches_what_a_gate_or_a_transport_read(gate):
+    assert "FAILED" not in {verdict.outcome for verdict in check(gate, examples=5)}
     rollout = make_rollout(statistics=gate.statistics)
-    rollout = rollout.replace(
-        stats={name: x.requires_grad_() for name, x in rollout.stats.items()}, moments=moments(gate, 0.5, 0.3)
-    )
-    assert not gate(rollout).requires_grad
-    credit = transports["comp_gae"](gate=gate)(rollout)
+    live = {name: getattr(rollout, name).requires_grad_() for name in ("values", "bootstrap", "logprobs", "rewards")}
+    stats = {name: x.requires_grad_() for name, x in rollout.stats.items()}
+    credit = transports["comp_gae"](gate=gate)(rollout.replace(moments=moments(gate, 0.5, 0.3)))
     assert not credit.gate.requires_grad and not credit.advantages.requires_grad and not credit.value_targets.requires_grad
+    logprobs = (rollout.logprobs.detach() + 0.01).requires_grad_()
+    loss, _ = geometries["ppo_clip"]()(logprobs, live["logprobs"].detach(), credit.advantages, rollout.mask, None)
+    loss.sum().backward()
+    assert logprobs.grad is not None and all(x.grad is None for x in [*live.values(), *stats.values()])
+
+
+def test_credit_is_detached_when_it_is_made_and_cannot_be_given_another_graph():
+    live = torch.ones(1, 2, requires_grad=True)
+    credit = Credit(2 * live, live + 1, gate=live.sigmoid())
+    assert not any(x.requires_grad for x in (credit.advantages, credit.value_targets, credit.gate))
+    assert credit.advantages.tolist() == [[2.0, 2.0]]
+    with pytest.raises(FrozenInstanceError):
+        credit.advantages = live
 
 
 # --- controls: shuffle ----------------------------------------------------------------------------

@@ -248,10 +248,11 @@ def test_a_folder_with_a_configuration_alone_is_enough(capsys, tmp_path, config,
     assert f"actor: {count:,} parameters" in output and "at most 512 + 512 tokens" in output
     shown = float(re.search(r"weights +│ +([\d.]+)", output)[1])
     assert shown == pytest.approx(4 * count / GB / 8, abs=0.01)  # float32, an eighth in each process; the critic is small
-    assert "fits H100" in output and ("critic (tac): 1," in output)
+    assert re.search(r"^peak: \d+\.\d of 80 GB: fits$", output, re.M) and ("critic (tac): 1," in output)
     assert main([*argv, "24GB"]) == 1
     output = capsys.readouterr().out
-    assert "does not fit 24GB" in output and ("what helps: " in output or "are left for vLLM's KV cache" in output)
+    assert re.search(r"^peak: \d+\.\d of 24 GB: does not fit$", output, re.M)
+    assert "what helps: " in output or "are left for vLLM's KV cache" in output
 
 
 def test_without_a_tokenizer_prompts_are_guessed_from_their_characters(tmp_path):
@@ -262,7 +263,8 @@ def test_without_a_tokenizer_prompts_are_guessed_from_their_characters(tmp_path)
 
 # --- the command ------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "name, size", [("H100", 80), ("h100-80gb", 80), ("A100 40GB", 40), ("rtx 4090", 24), ("24GB", 24), ("1.5 gb", 1.5)]
+    "name, size",
+    [("H100", 80), ("h100-80gb", 80), ("A100 40GB", 40), ("rtx 4090", 24), ("24", 24), ("1.5 gb", 1.5)],
 )
 def test_a_gpu_by_name_or_size(name, size):
     assert gpu_memory(name) == size * GB
@@ -276,8 +278,11 @@ def test_a_gpu_that_is_not_known_or_not_the_only_one(name, says):
 
 def test_plan_on_the_command_line(capsys):
     argv = ["plan", str(ROOT / "recipes" / "compo.yaml"), "--set", "policy.warm_start=null"]
-    assert main([*argv, "--gpu", "24GB"]) == 0
+    assert main([*argv, "--gpu", "24"]) == 0
     output = capsys.readouterr().out
+    assert "MB in one process, a GPU of 24 GB" in output and output.endswith(" of 24 GB: fits\n")
+    weights = 4 * (445_216 + 92_673) / 10**6  # float32, of actor and critic
+    assert re.search(rf"weights +│ +{weights:.1f} ", output)
     assert "actor: 445,216 parameters" in output and "critic (tac): 92,673 parameters, 20.8% of the actor" in output
     assert "for comparison, critic (standard): 445,313 parameters" in output
     assert "256 responses of at most 14 + 48 tokens, 15,872 in all" in output

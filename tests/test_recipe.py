@@ -347,7 +347,7 @@ def test_an_unknown_key_hides_no_other_problem(tmp_path):
         (
             "task: {use: jsonl, path: a.jsonl, held_out_path: b.jsonl}\npolicy: {warm_start: {steps: 5}}",
             "line",
-            ["'scratch' needs demonstrations", "task: chain_arithmetic"],
+            ["'scratch' needs demonstrations", "task: chain_arithmetic", "or set policy.warm_start: null"],
         ),
         ("evidence: [{use: exact_match, weight: 0}]", "r.yaml, line 2", ["weight 0", "every reward is the same"]),
     ],

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 import cct.recipe  # noqa: F401  (registers everything)
 from cct.recipe import Recipe
-from cct.registry import REGISTRIES, Component, Registry, load_plugin
+from cct.registry import REGISTRIES, Component, Registry, load_plugin, optional
 from cct.transport import Gate, Transport, gates, transports
 from cct.transport.gae import GAE, CompGAE
 from cct.transport.gate import AttentionGate, ConstantGate, ShuffleGate
@@ -269,3 +269,8 @@ def test_a_plugin_that_failed_is_tried_again(tmp_path):
 def test_gates_and_transports_are_axes_of_their_own():
     assert {"task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry"} <= set(REGISTRIES)
     assert REGISTRIES["gate"] is gates and REGISTRIES["transport"] is transports
+
+
+def test_a_library_that_is_not_there_is_named_by_its_top_package():
+    with pytest.raises(ValueError, match=r"the library nowhere_to_be_found is not installed; pip install 'cct\[data\]'"):
+        optional("nowhere_to_be_found.inside", "data")

@@ -132,18 +132,6 @@ def split(operator: Any, case: Case) -> None:
             same(name, x[rows, :width], part[name], f"with the responses of group {group} alone", ROUNDING)
 
 
-def gradient(operator: Any, case: Case) -> None:
-    rollout = case.rollout(operator.statistics)
-    live = {
-        name: getattr(rollout, name).clone().requires_grad_()
-        for name in ("values", "bootstrap", "logprobs", "rollout_logprobs", "reference_logprobs")
-    }
-    rollout = rollout.replace(**live, stats={name: x.clone().requires_grad_() for name, x in rollout.stats.items()})
-    for name, x in outputs(operator, rollout).items():
-        if x.requires_grad:
-            raise Broken(f"{name} carries a gradient into the rollout ({x.grad_fn}); detach what it reads")
-
-
 def precision(operator: Any, case: Case) -> None:
     rollout = case.rollout(operator.statistics)
     exact = outputs(operator, cast(rollout, torch.float64))
@@ -313,7 +301,6 @@ BOTH = [
     Property("gap", "a response with a gap equals the one without it", gap, waivable=True),
     Property("padding", "neither the amount nor the side of padding matters", padding, waivable=True),
     Property("order", "the order of the responses does not matter", order, waivable=True),
-    Property("gradient", "no gradient flows through what it reads", gradient),
     Property("precision", "float32 agrees with float64, and so do bf16 inputs", precision),
     Property(
         "determinism",

@@ -17,21 +17,23 @@ from .base import AXES, FAILED, hypothesis
 def find(written: str, axis: str | None, overrides: Sequence[str]) -> tuple[str, Component]:
     """(axis, component) of a registered name, or of `file.py:NAME`, by its name or its class's. Raises RecipeError."""
     load_entry_points()
-    file, _, name = written.rpartition(":")
-    if file:
+    file, colon, name = written.rpartition(":")
+    if not colon and written.endswith(".py"):
+        raise RecipeError(f"{written}: say which part of it, {written}:NAME")
+    if colon:
+        file = file if file.endswith(".py") else f"{file}.py"
         try:
-            load_plugin(file if file.endswith(".py") else f"{file}.py", Path.cwd())
+            load_plugin(file, Path.cwd())
         except PluginError as error:
             raise RecipeError(str(error)) from None
-    found = [
-        (each, use)
-        for each in ([axis] if axis else AXES)
-        for use in REGISTRIES[each].names()
-        if use == name or (file and REGISTRIES[each][use].__name__ == name)
-    ]
+    axes = [axis] if axis else AXES
+    known = [(each, REGISTRIES[each][use]) for each in axes for use in REGISTRIES[each].names()]
+    if colon:
+        known = [(each, cls) for each, cls in known if cls.where()[0] == (Path.cwd() / file).resolve()]
+    found = [(each, cls.use) for each, cls in known if cls.use == name or (colon and cls.__name__ == name)]
     if not found:
-        known = [use for each in ([axis] if axis else AXES) for use in REGISTRIES[each].names()]
-        raise RecipeError(did_you_mean(axis or "operator", name, known))
+        where = f" in {file}" if colon else ""
+        raise RecipeError(did_you_mean(f"{axis or 'operator'}{where}", name, [cls.use for _, cls in known]))
     if len(found) > 1:
         raise RecipeError(f"'{name}' is a {' and a '.join(each for each, _ in found)}; say which with --axis")
     each, use = found[0]
@@ -50,8 +52,7 @@ def print_verdicts(written: str, axis: str | None, overrides: Sequence[str], exa
         raise RecipeError(f"{axis} '{operator.use}': {error}") from None
     from .suite import check
 
-    path, line = type(operator).where()
-    print(f"{axis} {operator.use}  ({path}:{line})")
+    print(f"{axis} {operator.use}  ({type(operator).file()})")
     verdicts = check(operator, examples=examples)
     for verdict in verdicts:
         print(f"  {verdict.outcome:<14}  {verdict.property:<11}  {verdict.says}")

