@@ -287,11 +287,11 @@ def test_logged_advantages_are_those_trained_on(sampled):
     metrics, samples = sampled.iteration.metrics, sampled.iteration.samples
     assert metrics["advantage/mean"] == pytest.approx(float(seen.mean()), abs=1e-6)
     assert metrics["advantage/std"] == pytest.approx(float(seen.std(correction=0)), rel=1e-5)
-    trained, width = {}, sampled.iteration.rollout.mask.shape[1]
+    trained = {}
     tokenizer = sampled.recipe.policy.tokenizer(alphabet=sampled.recipe.task.alphabet)
     for batch in sampled.minibatches("policy"):
         for ids, mask, advantages in zip(batch.input_ids, batch.mask, batch.advantages, strict=True):
-            texts = (ids[:-width], ids[-width:][mask])
+            texts = (ids[: -len(mask)], ids[-len(mask) :][mask])  # a micro-batch is as wide as its longest response
             trained[tuple(tokenizer.decode(x, skip_special_tokens=True) for x in texts)] = float(advantages[mask].mean())
     assert len(samples) == 8
     for sample in samples:
