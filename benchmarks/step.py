@@ -21,7 +21,9 @@ from cct.policy import policies
 from cct.policy.models import Scratch
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response
-from cct.training.run import build, new_folder, read_metrics, train
+from cct.training.building import build
+from cct.training.folder import new_folder, read_metrics
+from cct.training.run import train
 
 from .measure import Result, Table, Target, extra_memory, mib, number, ratios, spread
 

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return 2
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:
         broken = _broken_media(error)
         if broken is None:
             raise
@@ -35,7 +35,20 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
+
+
+def _stopped(error: Exception) -> int:
+    """Say in a line why a run stopped; the traceback of what a part raised is printed where CCT_TRACEBACK is set."""
+    print(f"stopped: {error}", file=sys.stderr)
+    if error.__cause__ is not None and os.environ.get("CCT_TRACEBACK"):
+        import traceback
+
+        traceback.print_exception(error.__cause__)
+    elif error.__cause__ is not None:
+        print("(CCT_TRACEBACK=1 in the environment prints the traceback)", file=sys.stderr)
+    return 1
 
 
 def _broken_media(error: BaseException | None) -> str | None:
@@ -179,17 +192,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from cct.loading import load_recipe
     from cct.recipe import RecipeError
 
     if arguments.recipe is None and arguments.resume is None:
         raise RecipeError("cct run needs a recipe, for example: cct run recipes/compo.yaml")
     recipe = _checked(arguments.recipe, arguments.set, demonstrations=True) if arguments.recipe else None
-    if arguments.resume is not None and not (arguments.resume / "recipe.yaml").is_file():
-        raise RecipeError(f"{arguments.resume}: not a run folder (no recipe.yaml)")
+    if arguments.resume is not None:
+        from cct.training.folder import to_resume
+
+        recipe = to_resume(arguments.resume, recipe, arguments.set)[0]
+    assert recipe is not None
     if arguments.dry_run:
-        assert recipe or arguments.resume
-        recipe = recipe or load_recipe(arguments.resume / "recipe.yaml", arguments.set)
         training = recipe.training
         size = f"{training.prompts_per_iteration} x {training.responses_per_prompt} responses"
         critic = recipe.critic.use if recipe.critic else "none"
@@ -203,19 +216,17 @@ def _run(arguments: argparse.Namespace) -> int:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from rich.console import Console
 
-    from cct.training.rows import TrainingStopped
     from cct.training.run import resume, start
+    from cct.training.stopped import TrainingStopped
 
     console = Console()
     try:
         if arguments.resume:
             resume(arguments.resume, recipe, arguments.set, console=console, profile=arguments.profile)
         else:
-            assert recipe is not None
             start(recipe, arguments.runs, console=console, into=arguments.into, profile=arguments.profile)
     except TrainingStopped as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
+        return _stopped(error)
     return 0
 
 
@@ -330,14 +341,16 @@ def _numbers(text: str) -> list[int]:
 def _eval(arguments: argparse.Namespace) -> int:
     import json
 
-    from cct.training.rows import TrainingStopped
+    from cct.training.folder import must_be_trained
+
+    must_be_trained(arguments.run)  # before torch is imported
     from cct.training.run import evaluate_run
+    from cct.training.stopped import TrainingStopped
 
     try:
         metrics = evaluate_run(arguments.run, arguments.samples, arguments.ks)
     except TrainingStopped as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
+        return _stopped(error)
     if arguments.json:
         unfinished = arguments.json.with_name(f".{arguments.json.name}")
         unfinished.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
@@ -349,6 +362,9 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    from cct.training.folder import must_be_run
+
+    must_be_run(arguments.run)
     from cct.replay import print_replay
 
     return print_replay(arguments.run, arguments.transport, arguments.plugin, save=arguments.save)
@@ -386,7 +402,7 @@ def _fidelity(arguments: argparse.Namespace) -> int:
         raise RecipeError(f"--below {arguments.below:g}: a probability above 0, and at most 1, for all tokens")
     try:
         from cct.fidelity.table import print_fidelity
-        from cct.training.rows import TrainingStopped
+        from cct.training.stopped import TrainingStopped
     except ModuleNotFoundError as error:
         if error.name != "scipy":
             raise
@@ -405,8 +421,7 @@ def _fidelity(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
         )
     except TrainingStopped as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
+        return _stopped(error)
 
 
 def _study(arguments: argparse.Namespace) -> int:
@@ -416,6 +431,9 @@ def _study(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    from cct.training.folder import must_be_run
+
+    must_be_run(arguments.run)
     from cct.training.export import export
 
     print(f"wrote {arguments.folder} from {export(arguments.run, arguments.folder, arguments.iteration)}")

@@ -6,15 +6,18 @@ What the passes hold is counted by `training.memory`. Not counted: what kernels 
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cct.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
+    from cct.rollout import Prompt
     from cct.training.memory import Footprint, Peak
 
 MB, GB = 10**6, 10**9
@@ -93,16 +96,18 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
 
     Raises RecipeError where the model's configuration cannot be had.
     """
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns at each of its attempts
     base = _resident() if gpu is None else 0
     from cct.training.memory import footprint, sizes
 
+    problems = Problems(recipe)
     try:
-        config = recipe.policy.config(alphabet=_alphabet(recipe))
+        config = recipe.policy.config(alphabet=problems.alphabet)
     except (OSError, ValueError) as error:
         raise RecipeError(f"policy '{recipe.policy.use}': {str(error).splitlines()[0]}") from None
     training = recipe.training
     notes: list[str] = []
-    prompt = _prompt_tokens(recipe, notes)
+    prompt = _prompt_tokens(recipe, problems, notes)
     rows = training.rows_per_forward(prompt + recipe.generation.max_new_tokens)
     micro_batches = training.minibatch_size // training.processes // rows  # of the longest responses
     accumulates = micro_batches > 1 or _sharded(recipe)
@@ -121,7 +126,7 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
         training.prompts_per_iteration * training.responses_per_prompt,
         notes=notes,
     )
-    for phase, parts in _phases(recipe, foot, result, gpu, rows=rows, accumulates=accumulates):
+    for phase, parts in _phases(recipe, foot, result, gpu, rows=rows, accumulates=accumulates, problems=problems):
         passing = parts.get("activations", 0) + parts.get("logits", 0)
         parts["allocator"] = int(passing * (CPU_FRAGMENTATION if gpu is None else GPU_FRAGMENTATION))
         parts["fixed"] = base + CPU_FIXED if gpu is None else GPU_FIXED
@@ -136,7 +141,7 @@ def _sharded(recipe: Recipe) -> bool:
 
 
 def _phases(
-    recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, *, rows: int, accumulates: bool
+    recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, *, rows: int, accumulates: bool, problems: Problems
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """Each phase of an iteration with its parts, in bytes; rows: in a forward."""
     training, strategy, processes = recipe.training, recipe.training.strategy, recipe.training.processes
@@ -166,7 +171,7 @@ def _phases(
 
     rollout = plan.responses * (12 * (plan.prompt + plan.width) + 40 * plan.width)
     traces = plan.responses // processes // rows * foot.read.left
-    engine = _engine(recipe, foot, plan, gpu)
+    engine = _engine(recipe, foot, plan, gpu, problems)
     sleeps = gpu is not None and getattr(recipe.generation, "sleep", False)
     asleep = {} if sleeps else {name: size for name, size in engine.items() if name.startswith("engine")}
 
@@ -201,12 +206,12 @@ def _phases(
         yield "save", policy | {"checkpoint": weights + states}
 
 
-def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> dict[str, int]:
+def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, problems: Problems) -> dict[str, int]:
     """What the generation engine holds while it samples; parts named after it stay unless it sleeps."""
     generation, length = recipe.generation, plan.prompt + plan.width
     shares = getattr(generation, "memory_fraction", None)
     if shares is None or (generation.use == "auto" and gpu is None):  # transformers, on the weights being trained
-        sequences = min(generation.batch_size, max(plan.responses, len(_held_out(recipe))) // plan.processes or 1)
+        sequences = min(generation.batch_size, max(plan.responses, len(problems.held_out)) // plan.processes or 1)
         copy = (
             foot.actor * foot.weight_bytes if recipe.training.strategy in ("fsdp", "deepspeed_3") else 0
         )  # whole, of split ones
@@ -233,35 +238,51 @@ def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None) -> dic
 
 
 # --- the lengths ------------------------------------------------------------------------------
-def _alphabet(recipe: Recipe) -> str:
-    """Empty where the task's data cannot be read; only policies that make their own tokenizer need it."""
-    try:
-        return recipe.task.alphabet
-    except (OSError, ValueError):
-        return ""
+class Problems:
+    """The task's data, read when it is first asked for, and once: a hub that cannot be reached is waited for each time."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+
+    @cached_property
+    def _read(self) -> tuple[Sequence[Prompt], Sequence[Prompt], str]:
+        task = self.recipe.task
+        try:
+            return task.prompts(self.recipe.seed, 0, self.recipe.training.prompts_per_iteration), task.held_out(), ""
+        except (OSError, ValueError) as error:
+            return [], [], str(error).splitlines()[0]
+
+    @property
+    def training(self) -> Sequence[Prompt]:
+        """Of the first iteration."""
+        return self._read[0]
+
+    @property
+    def held_out(self) -> Sequence[Prompt]:
+        return self._read[1]
+
+    @property
+    def missing(self) -> str:
+        """Why they cannot be read; empty where they can."""
+        return self._read[2]
+
+    @property
+    def alphabet(self) -> str:
+        """The task's characters, where the policy makes its tokenizer of them."""
+        return self.recipe.task.alphabet if self.recipe.policy.reads_alphabet and not self.missing else ""
 
 
-def _held_out(recipe: Recipe) -> Sequence[Any]:
-    try:
-        return recipe.task.held_out()
-    except (OSError, ValueError):
-        return []
-
-
-def _prompt_tokens(recipe: Recipe, notes: list[str]) -> int:
+def _prompt_tokens(recipe: Recipe, problems: Problems, notes: list[str]) -> int:
     """Tokens of the longest prompt that the engine takes, or that the first iteration and the evaluation have."""
     limit, width = getattr(recipe.generation, "max_length", None), recipe.generation.max_new_tokens
     if limit is not None:
         return max(1, limit - width)
-    try:
-        prompts = [*recipe.task.prompts(recipe.seed, 0, recipe.training.prompts_per_iteration), *recipe.task.held_out()]
-    except (OSError, ValueError) as error:
-        notes.append(
-            f"prompts of {UNKNOWN_PROMPT} tokens assumed, as the task's data cannot be read: {str(error).splitlines()[0]}"
-        )
+    if problems.missing:
+        notes.append(f"prompts of {UNKNOWN_PROMPT} tokens assumed, as the task's data cannot be read: {problems.missing}")
         return UNKNOWN_PROMPT
+    prompts = [*problems.training, *problems.held_out]
     try:
-        tokenizer = recipe.policy.tokenizer(alphabet=_alphabet(recipe))
+        tokenizer = recipe.policy.tokenizer(alphabet=problems.alphabet)
         return max(len(recipe.policy.encode(tokenizer, prompt.text)) for prompt in prompts)
     except (OSError, ValueError):
         notes.append(f"no tokenizer is at hand: {CHARACTERS_PER_TOKEN} characters a token assumed, and no chat template")

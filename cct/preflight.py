@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from cct.policy import WARM_START_SEED
+from importlib.util import find_spec
+
+from cct.policy import WARM_START_SEED, Shape
 from cct.recipe import Recipe, RecipeError
+from cct.registry import told
 from cct.task import Task
+from cct.transport import Gate, Transport
 
 
 def preflight(recipe: Recipe, *, demonstrations: bool = True) -> None:
@@ -12,19 +16,61 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> None:
 
     demonstrations: whether those of a warm start, which are many, are looked at as well.
     """
+    problems = unready(recipe)
+    for place, part in recipe.parts.items():
+        try:
+            if isinstance(part, Task) and not any(problem.startswith(f"{place}: ") for problem in problems):
+                part.held_out()
+                if place == "task":
+                    part.prompts(recipe.seed, 0, 1)
+        except Exception as error:  # a part may be the user's own
+            problems.append(f"{place}: '{part.use}': {said(error)}")
+    if not problems:
+        shape = recipe.policy.shape
+        problems = unfit(recipe, shape) if shape is not None else []
+    problems = problems or _overlaps(recipe, demonstrations)
+    if problems:
+        raise RecipeError(*problems)
+
+
+def unready(recipe: Recipe) -> list[str]:
+    """Every part that cannot work here, for want of a library or a file."""
     problems = []
     for place, part in recipe.parts.items():
         try:
             part.ready()
-            if isinstance(part, Task):
-                part.held_out()
-            if place == "task":
-                recipe.task.prompts(recipe.seed, 0, 1)
-        except (ValueError, OSError) as error:
-            problems.append(f"{place}: '{part.use}': {error}")
-    problems = problems or _overlaps(recipe, demonstrations)
-    if problems:
-        raise RecipeError(*problems)
+        except Exception as error:
+            problems.append(f"{place}: '{part.use}': {said(error)}")
+    strategy, logger = recipe.training.strategy, recipe.logging.logger
+    if strategy.startswith("deepspeed") and find_spec("deepspeed") is None:
+        problems.append(f"training.strategy: {strategy} needs DeepSpeed, which is not installed: pip install 'cct[deepspeed]'")
+    if logger == "tensorboard" and find_spec("tensorboard") is None and find_spec("tensorboardX") is None:
+        problems.append("logging.logger: tensorboard is not installed: pip install 'cct[tensorboard]', or set it to csv")
+    return problems
+
+
+def said(error: Exception) -> str:
+    """Parts raise ValueError and OSError with a message for users; whatever else they raise, with its place."""
+    return str(error) if isinstance(error, ValueError | OSError) else told(error)
+
+
+def unfit(recipe: Recipe, shape: Shape) -> list[str]:
+    """Every part that does not fit a model of this shape."""
+    problems: list[str] = []
+    for place, part in reversed(recipe.parts.items()):  # a gate before the transport that holds it
+        if isinstance(part, Transport | Gate) and not any(problem.startswith(place) for problem in problems):
+            try:
+                for statistic in part.statistics.values():
+                    statistic.fits(shape.layers, shape.heads)
+            except ValueError as error:
+                problems.append(f"{place}: {error}")
+    room = recipe.generation.max_new_tokens
+    if shape.positions is not None and room >= shape.positions:
+        problems.append(
+            f"generation.max_new_tokens: {room}, and the model has {shape.positions} positions for a prompt and its response"
+            + ("; raise policy.max_length, or lower it" if "max_length" in type(recipe.policy).model_fields else "; lower it")
+        )
+    return problems
 
 
 def trained_on(recipe: Recipe, demonstrations: bool = True) -> set[str]:

@@ -17,6 +17,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from hashlib import sha256
 from importlib.metadata import entry_points
@@ -265,6 +267,26 @@ def optional(module: str, extra: str) -> ModuleType:
         if (error.name or "").split(".")[0] != library:
             raise  # the library is there, and lacks one of its own
         raise ValueError(f"the library {library} is not installed; pip install 'cct[{extra}]' brings it") from None
+
+
+# --- what a part of one's own did ---------------------------------------------------------------
+_CCT = f"{Path(__file__).parent}/"
+_LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
+
+
+def told(error: BaseException) -> str:
+    """`KeyError: 'x' (reward.py:12)`: what was raised, and where: in the user's code, or else in a library's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((_CCT, "<"))]
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+
+
+def described(value: Any) -> str:
+    """What a part returned, for a message that says what was expected."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 # --- plug-ins ---------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from cct.critic.functional import group_mean
 from cct.recipe import RecipeError
+from cct.training.folder import read_metrics
 from cct.training.module import CreditModule
-from cct.training.run import read_metrics
 from cct.transport import gated_gae, transports
 
 KINDS = {

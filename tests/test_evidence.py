@@ -319,7 +319,7 @@ def reward(tmp_path):
 
 
 def judged(part, *texts):
-    return verdicts(part, [Prompt("?")] * len(texts), [said(text) for text in texts])
+    return list(verdicts(part, [Prompt("?")] * len(texts), [said(text) for text in texts]))
 
 
 def test_who_hangs_raises_or_dies_costs_no_one_else_a_verdict(reward):
@@ -385,7 +385,7 @@ def test_mathematics_is_judged_by_workers_too():
 
 
 def judged_math(*texts):
-    return verdicts(MathVerify(), [Prompt("?", "4")] * len(texts), [said(text) for text in texts])
+    return list(verdicts(MathVerify(), [Prompt("?", "4")] * len(texts), [said(text) for text in texts]))
 
 
 def test_a_time_limit_needs_workers():

@@ -32,8 +32,8 @@ from cct.loading import dump_recipe
 from cct.policy.sampling import Completion, Engine
 from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response
-from cct.training.callbacks import checkpoints
 from cct.training.collect import Collector
+from cct.training.folder import checkpoints
 from cct.training.restore import restore
 from cct.training.rows import Row
 from cct.transport import transports

@@ -12,7 +12,7 @@ from cct.policy import end_tokens
 from cct.policy.generation import Auto, Transformers
 from cct.policy.sampling import Engine, exponential
 from cct.policy.weights import add_lora, named_weights
-from cct.training.run import build
+from cct.training.building import build
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 3, 9, 4], [5]] * 3
 

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from cct.geometry import kl_estimate, mark_top_covariances
 from cct.training.collect import Collector
-from cct.training.run import read_metrics
+from cct.training.folder import read_metrics
 
 COVARIANCE = ["geometry={use: kl_cov, share: 0.2, coef: 5}", "training.epochs=2"]
 

@@ -24,9 +24,11 @@ from cct.loading import load_recipe
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Prompt, Response
 from cct.training.agent import Agent
+from cct.training.building import build
 from cct.training.collect import Collector, Iteration, Minibatch
-from cct.training.rows import TrainingStopped, judge
-from cct.training.run import build, resume
+from cct.training.rows import judge
+from cct.training.run import resume
+from cct.training.stopped import TrainingStopped
 from cct.transport import explained_variance, gated_gae, group_advantage, transports, whiten
 
 NAN, INF = float("nan"), float("inf")
@@ -290,7 +292,7 @@ def test_logged_advantages_are_those_trained_on(sampled):
     for batch in sampled.minibatches("policy"):
         width = batch.mask.shape[1]
         for ids, mask, advantages in zip(batch.input_ids, batch.mask, batch.advantages, strict=True):
-            texts = (ids[:-width], ids[-width:][mask])
+            texts = (ids[: -len(mask)], ids[-len(mask) :][mask])  # a micro-batch is as wide as its longest response
             trained[tuple(tokenizer.decode(x, skip_special_tokens=True) for x in texts)] = float(advantages[mask].mean())
     assert len(samples) == 8
     for sample in samples:

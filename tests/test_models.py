@@ -20,8 +20,10 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFas
 from cct.loading import load_recipe
 from cct.policy import end_tokens, policies
 from cct.recipe import RecipeError
-from cct.training.rows import TrainingStopped
-from cct.training.run import build, evaluate_run, new_folder, train
+from cct.training.building import build
+from cct.training.folder import new_folder
+from cct.training.run import evaluate_run, train
+from cct.training.stopped import TrainingStopped
 from cct.training.warm_start import _supervise, warm_start
 
 CHARACTERS = "0123456789+-=;# abcdefghijklmnopqrstuvwxyz"

@@ -10,9 +10,8 @@ import torch
 from test_training import RECIPES, TINY, TINY_CRITIC, run, tiny
 from transformers import AutoModelForCausalLM
 
-from cct.training.callbacks import checkpoints
 from cct.training.export import export
-from cct.training.run import read_metrics
+from cct.training.folder import checkpoints, read_metrics
 
 needs_deepspeed = [
     pytest.mark.deepspeed,

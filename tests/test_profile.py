@@ -10,10 +10,12 @@ import torch
 from rich.console import Console
 from test_training import tiny
 
+from cct.training.building import build
 from cct.training.collect import Collector
+from cct.training.folder import new_folder
 from cct.training.module import CreditModule
 from cct.training.profile import measured_peak, update_flops
-from cct.training.run import build, new_folder, train
+from cct.training.run import train
 
 
 def test_the_profile_names_each_stage_and_writes_a_trace(tmp_path):

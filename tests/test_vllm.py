@@ -10,7 +10,8 @@ from test_training import run, tiny
 from cct.policy.generation import VLLM
 from cct.policy.sampling import EngineError, VLLMEngine
 from cct.policy.weights import add_lora, named_weights
-from cct.training.run import build, read_metrics
+from cct.training.building import build
+from cct.training.folder import read_metrics
 
 pytestmark = [
     pytest.mark.vllm,

@@ -1,7 +1,7 @@
 """Evidence: what tells success."""
 
 from . import exact_match, math_verify, python, reasoning_gym, reward_model, shape  # noqa: F401  (registration)
-from .base import Evidence, Failure, Verdict, evidences
+from .base import Evidence, Failure, Verdict, evidences, plain
 from .workers import close_workers, verdicts
 
-__all__ = ["Evidence", "Failure", "Verdict", "close_workers", "evidences", "verdicts"]
+__all__ = ["Evidence", "Failure", "Verdict", "close_workers", "evidences", "plain", "verdicts"]

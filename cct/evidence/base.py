@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from cct.registry import Component, Registry
+from cct.registry import Component, Registry, told
 
 if TYPE_CHECKING:
     from cct.rollout import Prompt, Response
@@ -31,9 +31,28 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        return cls(f"{type(error).__name__}: {error}{where}", cause=error)
+        return cls(told(error), cause=error)
+
+
+def plain(verdict: Any, giver: str = "it") -> float | list[float]:
+    """A verdict in plain numbers; one of numpy's or a tensor without dimensions is a number too. giver: for the message.
+
+    Raises ValueError where it is neither a finite number nor several.
+    """
+    try:
+        if isinstance(verdict, str | bytes):
+            raise TypeError
+        try:
+            len(verdict)
+        except TypeError:
+            numbers: float | list[float] = float(verdict)
+        else:
+            numbers = [float(x) for x in verdict]
+    except (TypeError, ValueError):
+        numbers = math.nan
+    if not all(map(math.isfinite, numbers if isinstance(numbers, list) else [numbers])):
+        raise ValueError(f"{giver} returned {repr(verdict)[:80]}; expected a finite number, or one for each token")
+    return numbers
 
 
 class Evidence(Component):
@@ -68,7 +87,7 @@ class Evidence(Component):
         """The verdict on one response, or why there is none."""
         try:
             return self(prompt, response)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return Failure.of(error)
 
     @property

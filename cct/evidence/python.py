@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from cct.registry import did_you_mean, run_file
 from cct.rollout import Prompt, Response
 
-from .base import Evidence, Verdict, evidences
+from .base import Evidence, Verdict, evidences, plain
 
 
 @evidences.register("python")
@@ -53,12 +53,12 @@ class PythonFunction(Evidence):
         _ = self._function
 
     def __call__(self, prompt: Prompt, response: Response) -> Verdict:
-        verdict = self._function(prompt, response)
-        scores = [float(verdict)] if isinstance(verdict, int | float) else [float(x) for x in verdict]
-        total, slack = math.fsum(scores), 1e-6 * max(1.0, abs(self.low), abs(self.high))
+        numbers = plain(self._function(prompt, response), self.function)
+        total = math.fsum(numbers) if isinstance(numbers, list) else numbers
+        slack = 1e-6 * max(1.0, abs(self.low), abs(self.high))
         if not self.low - slack <= total <= self.high + slack:
             raise ValueError(f"{self.function} returned {total:g}, outside [{self.low:g}, {self.high:g}]; set low and high")
-        return scores[0] if isinstance(verdict, int | float) else scores
+        return numbers
 
     @property
     def bounds(self) -> tuple[float, float]:

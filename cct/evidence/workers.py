@@ -9,13 +9,13 @@ from __future__ import annotations
 import atexit
 import json
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cct.registry import load_plugin, origin
 
-from .base import Evidence, Failure, Verdict, evidences
+from .base import Evidence, Failure, Verdict, evidences, plain
 
 if TYPE_CHECKING:
     from pebble import ProcessFuture, ProcessPool
@@ -26,16 +26,26 @@ _POOLS: dict[str, ProcessPool] = {}
 _PART: Evidence | Failure | None = None  # in a worker: what it judges by, or why it has nothing
 
 
-def verdicts(part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Verdict | Failure]:
-    """A verdict or a failure for each response, from the part's workers where it has some."""
+def verdicts(part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Response]) -> Generator[Verdict | Failure]:
+    """A verdict or a failure for each response, from the part's workers where it has some.
+
+    One at a time: who has seen enough closes it, and the rest is not judged.
+    """
     if not part.workers:
-        return part.judge_batch(prompts, responses)
+        one_by_one = type(part).judge_batch is Evidence.judge_batch
+        yield from map(part.attempt, prompts, responses) if one_by_one else part.judge_batch(prompts, responses)
+        return
     pool = _pool(part)
     futures = [
         pool.schedule(_judge, args=(prompt, response), timeout=part.time_limit)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
-    return [_result(future, part) for future in futures]
+    try:
+        for future in futures:
+            yield _result(future, part)
+    finally:
+        for future in futures:
+            future.cancel()  # those that are done stay as they are
 
 
 def close_workers() -> None:
@@ -77,8 +87,7 @@ def _judge(prompt: Prompt, response: Response) -> Any:
     if isinstance(_PART, Failure):
         return _PART
     try:
-        verdict = _PART(prompt, response)
-        return float(verdict) if isinstance(verdict, int | float) else [float(x) for x in verdict]
+        return plain(_PART(prompt, response))
     except (Exception, SystemExit) as error:
         return Failure(Failure.of(error).reason)
 

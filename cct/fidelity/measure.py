@@ -20,11 +20,11 @@ from cct.recipe import Recipe, RecipeError
 from cct.registry import PluginError, load_plugin
 from cct.rollout import derive_seed
 from cct.training.agent import Agent
+from cct.training.building import build
 from cct.training.collect import Collector
 from cct.training.ranks import Ranks
 from cct.training.restore import restore
 from cct.training.rows import Row, State, continue_from
-from cct.training.run import build
 from cct.transport import Transport
 
 from .scores import Array, Truth, branched_advantage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import models  # noqa: F401  (registration)
-from .base import WARM_START_SEED, LoRA, Policy, WarmStart, end_tokens, policies
+from .base import WARM_START_SEED, LoRA, Policy, Shape, WarmStart, end_tokens, policies
 from .generation import Generation, engines
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ __all__ = [
     "LoRA",
     "Policy",
     "Runs",
+    "Shape",
     "WARM_START_SEED",
     "WarmStart",
     "attention_concentration",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -41,6 +41,16 @@ class LoRA(Knobs):
     """Linear layers that get adapters: all but the output layer, or those of these names."""
 
 
+class Shape(NamedTuple):
+    """Sizes of a model that other parts must fit."""
+
+    layers: int
+    heads: int
+    """Of attention, per layer."""
+    positions: int | None
+    """Tokens of a prompt with its response; None where there is no limit."""
+
+
 class Policy(Component):
     """A causal language model with its tokenizer."""
 
@@ -60,6 +70,16 @@ class Policy(Component):
     def ready(self) -> None:
         if self.lora and find_spec("peft") is None:
             raise ValueError("lora needs peft, which is not installed: pip install 'cct[lora]'")
+
+    @property
+    def shape(self) -> Shape | None:
+        """The model's, where it is known without asking a hub or importing torch."""
+        return None
+
+    @property
+    def reads_alphabet(self) -> bool:
+        """Whether its tokenizer is made of the task's characters."""
+        return False
 
     def load(self, *, alphabet: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model (attention that can be tapped, before any warm start) and tokenizer (with pad and end tokens).

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Policy, policies
+from .base import Policy, Shape, policies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -62,6 +63,14 @@ class Scratch(Policy):
             eos_token_id=1,
             bos_token_id=None,
         )
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.layers, self.heads, self.max_length)
+
+    @property
+    def reads_alphabet(self) -> bool:
+        return not self.alphabet
 
     def _characters(self, alphabet: str) -> list[str]:
         characters = sorted(set(self.alphabet or alphabet))
@@ -133,6 +142,10 @@ class Pretrained(Policy):
     def source(self) -> dict[str, Any]:
         """What transformers' `from_pretrained` takes. Raises ValueError where a package or file is not there."""
         path = _in_package(self.path) if self.path.startswith(PACKAGE) else self.path
+        if path.startswith(("/", ".", "~")):
+            path = str(Path(path).expanduser())
+            if not Path(path).exists():
+                raise ValueError(f"policy.path: {self.path} does not exist; a name on a hub begins with none of / . ~")
         folder, file = (str(Path(path).parent), Path(path).name) if path.endswith(".gguf") else (path, self.gguf_file)
         if file is None:
             return {"pretrained_model_name_or_path": path, "revision": self.revision}
@@ -145,6 +158,23 @@ class Pretrained(Policy):
                 f"policy.path: GGUF files need {' and '.join(missing)}, which is not installed: pip install 'cct[gguf]'"
             )
         return {"pretrained_model_name_or_path": folder, "revision": self.revision, "gguf_file": file}
+
+    @property
+    def shape(self) -> Shape | None:
+        source = self.source()
+        file = Path(source["pretrained_model_name_or_path"]) / "config.json"
+        if "gguf_file" in source or not file.is_file():
+            return None
+        config = json.loads(file.read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+
+        def first(*names: str) -> int | None:
+            return next((config[name] for name in names if isinstance(config.get(name), int)), None)
+
+        layers, heads = first("num_hidden_layers", "n_layer", "num_layers"), first("num_attention_heads", "n_head", "num_heads")
+        if layers is None or heads is None:
+            return None
+        return Shape(layers, heads, first("max_position_embeddings", "n_positions"))
 
     def _from(self, loader: Any, **options: Any) -> Any:
         source = self.source()

@@ -86,6 +86,8 @@ class Table(Task):
         text = (
             str(row[self.prompt_field]) if self.template is None else self.template.format(**{key: row[key] for key in fields})
         )
+        if not text.strip():
+            raise ValueError(f"{where}: the prompt is empty; take the row out, or set task.prompt_field or task.template")
         return Prompt(text, self._gold(where, str(row[self.answer_field])), dict(row))
 
     def _gold(self, where: str, answer: str) -> str:

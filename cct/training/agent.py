@@ -14,6 +14,8 @@ from cct.policy.attention import attention_concentration, tap
 from cct.policy.head import LOGITS_AT_ONCE, distribution_of, entropy_of, plain_head, reading, token_logprobs
 from cct.rollout import Attention, Concentration, Forward, Statistic, Trace
 
+from .stopped import blamed_on
+
 PER_HEAD = Concentration()  # the critic's feature: Shannon, every head by itself
 
 
@@ -141,18 +143,19 @@ class Agent(nn.Module):
     def values(self, trace: Trace, width: int) -> tuple[Tensor, Tensor]:
         """The critic's raw outputs and values on a trace, [B, width + 1 (, ...)]; index t is read before token t."""
         assert self.critic is not None
-        with self._precision(trace.input_ids):
+        with self._precision(trace.input_ids), blamed_on(f"critic ({type(self.critic).__name__})"):
             raw = self.critic(trace)[:, -width - 1 :].float()
-        return raw, self.critic.head.value(raw)
+            return raw, self.critic.head.value(raw)
 
     @staticmethod
     def _measured(name: str, what: Statistic, forward: Forward) -> Tensor:
-        measured = what.measure(forward).detach().float()
-        if measured.shape != forward.logprobs.shape:
-            raise ValueError(
-                f"statistic '{name}' ({type(what).__name__}) has shape {tuple(measured.shape)}; expected one number for each "
-                f"response token, {tuple(forward.logprobs.shape)}"
-            )
+        with blamed_on(f"statistic '{name}' ({type(what).__name__})"):
+            measured = what.measure(forward).detach().float()
+            if measured.shape != forward.logprobs.shape:
+                raise ValueError(
+                    f"it has shape {tuple(measured.shape)}; expected one number for each response token, "
+                    f"{tuple(forward.logprobs.shape)}"
+                )
         return measured
 
     @staticmethod

@@ -16,13 +16,15 @@ from rich.live import Live
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
+from cct.loading import dump_recipe
 from cct.policy.weights import save
 from cct.recipe import Recipe
 
+from .folder import checkpoints, drop_lines_after, write_whole
 from .module import CreditModule, RolloutData
 from .profile import Profile
 from .ranks import Ranks
-from .rollouts import store
+from .rollouts import drop_after, store
 from .rows import evaluate
 
 
@@ -49,11 +51,6 @@ class JsonLinesLogger(Logger):
             file.write(json.dumps({"iteration": step, **metrics}) + "\n")
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """A run's checkpoints, oldest first; each is named by the iteration after which it was taken."""
-    return sorted((folder / "checkpoints").glob("[0-9]*.ckpt"), key=lambda path: int(path.stem))
-
-
 class Recorder(Callback):
     """After every iteration: metrics to the loggers, samples, evaluation and checkpoint where due."""
 
@@ -66,6 +63,7 @@ class Recorder(Callback):
         profile: Profile | None = None,
     ):
         self.recipe, self._folder, self.tokenizer, self.display, self.profile = recipe, folder, tokenizer, display, profile
+        self.resumed: int | None = None  # the iteration after which a run is gone on with, until it has done one
         self.pause = 0.0  # seconds since sampling began that are no part of the iteration
 
     @property
@@ -78,6 +76,7 @@ class Recorder(Callback):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, CreditModule)
+        self.resumed = trainer.datamodule.done  # type: ignore[attr-defined]
         if module.current_epoch == 0:
             started = time.perf_counter()
             self._log(trainer, self._evaluate(trainer), iteration=0)
@@ -91,6 +90,9 @@ class Recorder(Callback):
         iteration, data = module.iteration, trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, RolloutData)
         ended = data.finish(iteration)
+        if trainer.is_global_zero and self.resumed is not None:
+            self._take_over(self.resumed)
+        self.resumed = None
         metrics = ended.metrics | module.update_metrics()
         seconds, self.pause = time.perf_counter() - ended.started - self.pause, 0.0
         metrics |= {"time/iteration": seconds, "train/tokens_per_second": metrics["train/tokens"] / seconds}
@@ -124,6 +126,14 @@ class Recorder(Callback):
         save(module.agent.actor, self.tokenizer, unfinished if trainer.is_global_zero else None)
         if trainer.is_global_zero:
             _put(unfinished, self.folder / "policy")
+
+    def _take_over(self, reached: int) -> None:
+        """A resumed run has done its first iteration, so nothing refused it: what came after its checkpoint goes."""
+        write_whole(self.folder / "recipe.yaml", dump_recipe(self.recipe))
+        drop_lines_after(self.folder, reached)
+        drop_after(self.folder, reached)
+        for later in [path for path in checkpoints(self.folder) if int(path.stem) > reached]:  # they could not be read
+            _remove(later)
 
     def _evaluate(self, trainer: Trainer) -> dict[str, float]:
         data = trainer.datamodule  # type: ignore[attr-defined]

@@ -21,13 +21,15 @@ from cct.critic.functional import rank_in_group
 from cct.geometry.functional import aggregation_weights, correction_weights, kl_estimate
 from cct.policy.sampling import Engine, EngineError
 from cct.recipe import Recipe
+from cct.registry import described
 from cct.rollout import Credit, Rollout, Trace, derive_seed
 from cct.transport.functional import explained_variance, gated_gae, masked_mean_std
 
 from .agent import Agent
 from .batching import micro_batches, trimmed
 from .ranks import Ranks
-from .rows import Row, TrainingStopped, branch, greedy_scores, sample_rows
+from .rows import Row, branch, greedy_scores, sample_rows
+from .stopped import TrainingStopped, blamed_on
 
 # Share of the old running mean and deviation of a statistic kept at each iteration: follows the policy within ~10 iterations.
 MOMENTS_DECAY = 0.9
@@ -123,7 +125,8 @@ class Collector:
     def sample(self, iteration: int, on_stage: Callable[[str], None] = lambda stage: None) -> tuple[list[Row], Counter[str]]:
         """The judged responses of an iteration, in the order of the prompts, and how often which evidence raised."""
         seed = derive_seed(self.recipe.seed, "sample", iteration)
-        prompts = self.recipe.prompts(iteration, iteration)
+        with blamed_on(f"task '{self.recipe.task.use}'", iteration):
+            prompts = self.recipe.prompts(iteration, iteration)
         return sample_rows(self.recipe, self.engine, self.tokenizer, prompts, seed, Ranks.current(), on_stage)
 
     def collect(self, iteration: int, sampled: tuple[list[Row], Counter[str]] | None = None) -> Iteration:
@@ -163,13 +166,12 @@ class Collector:
         scores = rollout.scores  # of the evidence alone
         rollout, cost = self._kl_in_reward(rollout)
         stage("transport")
-        credit, seen = recipe.transport(rollout), rollout
-        self._check(rollout, credit, iteration)
+        credit, seen = self._credit(rollout, iteration), rollout
         if recipe.critic is not None and credit.value_targets is not None:
-            other = recipe.critic.baseline(rollout, credit.value_targets)
+            with blamed_on(f"critic '{recipe.critic.use}' (baseline)", iteration):
+                other = recipe.critic.baseline(rollout, credit.value_targets)
             if other is not None:
-                credit, seen = recipe.transport(other), other
-                self._check(seen, credit, iteration)
+                credit, seen = self._credit(other, iteration), other
         updates = self._updates(rollout, credit, traces, plan[ranks.rank], iteration, seed("minibatches"))
         metrics = self._metrics(rollout, credit, scores) | cost
         stage("update")
@@ -236,7 +238,8 @@ class Collector:
         def text_of(token: int) -> str:
             return str(self.tokenizer.decode([token]))
 
-        starts = self.recipe.transport.starts(rollout, text_of) & rollout.mask
+        with blamed_on(f"transport '{self.recipe.transport.use}' (starts)"):
+            starts = self.recipe.transport.starts(rollout, text_of) & rollout.mask
         places = [row.nonzero().flatten().tolist() for row in starts]
         found, cost, errors = branch(self.recipe, self.engine, self.tokenizer, rows, places, seed, ranks)
         values = torch.zeros_like(rollout.rewards)
@@ -284,11 +287,21 @@ class Collector:
         mean = float(masked_mean_std(kl, rollout.mask)[0])
         return rollout.replace(rewards=rollout.rewards - geometry.kl_in_reward * kl), {"train/reference_kl": mean}
 
-    def _check(self, rollout: Rollout, credit: Credit, iteration: int) -> None:
+    def _credit(self, rollout: Rollout, iteration: int) -> Credit:
+        """What the transport makes of it. Raises TrainingStopped where that is no credit, or holds NaN."""
         where, transport = f"in iteration {iteration}", f"transport '{self.recipe.transport.use}'"
-        if credit.advantages.shape != rollout.mask.shape:
-            found, expected = tuple(credit.advantages.shape), tuple(rollout.mask.shape)
-            raise TrainingStopped(f"{transport} returned advantages of shape {found} {where}; expected {expected}")
+        with blamed_on(transport, iteration):
+            credit = self.recipe.transport(rollout)
+        if not isinstance(credit, Credit):
+            raise TrainingStopped(f"{transport} returned {described(credit)} {where}; expected Credit(advantages [B, T] float)")
+        shape = tuple(rollout.mask.shape)
+        for name in ("advantages", "value_targets", "gate"):
+            found = getattr(credit, name)
+            given = isinstance(found, Tensor) and found.shape == shape and found.is_floating_point()
+            if not given and (found is not None or name == "advantages"):
+                raise TrainingStopped(
+                    f"{transport} returned {described(found)} as {name} {where}; expected a float tensor of shape {shape}"
+                )
         if self.agent.critic is not None and credit.value_targets is None:
             raise TrainingStopped(f"{transport} gives no value targets, so the critic cannot learn; set `critic: null`")
         for name, tensor in {
@@ -299,6 +312,7 @@ class Collector:
         }.items():
             if tensor is not None and not bool(tensor.masked_fill(~rollout.mask, 0.0).isfinite().all()):
                 raise TrainingStopped(f"NaN or infinity from {name} {where}")
+        return credit
 
     def _updates(
         self, rollout: Rollout, credit: Credit, traces: list[Trace], mine: list[list[int]], iteration: int, seed: int
@@ -313,7 +327,8 @@ class Collector:
         assert old is not None
         on_policy = self._on_policy
         minibatches = zip(*(x.split(training.minibatch_size) for x in (old, credit.advantages, rollout.mask)), strict=True)
-        chosen = [geometry.mark(o, a, m, derive_seed(seed, "mark", number)) for number, (o, a, m) in enumerate(minibatches)]
+        with blamed_on(f"geometry '{geometry.use}' (mark)", iteration):
+            chosen = [geometry.mark(o, a, m, derive_seed(seed, "mark", number)) for number, (o, a, m) in enumerate(minibatches)]
         marked = torch.cat([part for part in chosen if part is not None]) if None not in chosen else None
         numbers = rank_in_group(rollout.groups)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from cct.loading import load_recipe
 from cct.policy.weights import add_lora, save
 from cct.recipe import RecipeError
 
-from .callbacks import checkpoints
+from .folder import checkpoints, must_be_run
 
 ACTOR = "agent.actor."
 
@@ -22,6 +26,7 @@ def export(run: Path, folder: Path, iteration: int | None = None) -> Path:
     Adapters are merged, weights that DeepSpeed split are put together. Raises RecipeError where there is no such
     checkpoint, or something stands in `folder`.
     """
+    quiet()
     checkpoint = checkpoint_of(run, iteration)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RecipeError(f"{folder}: something is there already; name a new folder")
@@ -37,14 +42,39 @@ def export(run: Path, folder: Path, iteration: int | None = None) -> Path:
 
 
 def checkpoint_of(run: Path, iteration: int | None = None) -> Path:
-    """The checkpoint after an iteration, the newest where None. Raises RecipeError where there is none."""
-    if not (run / "recipe.yaml").is_file():
-        raise RecipeError(f"{run}: not a run folder (no recipe.yaml)")
+    """The checkpoint after an iteration, the newest where None. Raises RecipeError where there is none that can be read."""
+    must_be_run(run)
     saved = {int(path.stem): path for path in checkpoints(run)}
     if not saved or iteration not in {None, *saved}:
         there = f"there are those of iterations {', '.join(map(str, saved))}" if saved else "none was taken yet"
         raise RecipeError(f"{run}: no checkpoint of iteration {iteration}; {there}")
-    return saved[max(saved) if iteration is None else iteration]
+    chosen = saved[max(saved) if iteration is None else iteration]
+    if (why := unreadable(chosen)) is not None:
+        others = ", ".join(str(number) for number, path in saved.items() if path != chosen) or "none"
+        raise RecipeError(f"{chosen}: cannot be read ({why}); other iterations with a checkpoint: {others}")
+    return chosen
+
+
+def newest_readable(run: Path) -> tuple[Path, list[str]]:
+    """The newest checkpoint of a run that can be read, and a line on each newer one. Raises RecipeError where there is none."""
+    skipped: list[str] = []
+    for checkpoint in reversed(checkpoints(run)):
+        why = unreadable(checkpoint)
+        if why is None:
+            return checkpoint, skipped
+        skipped.append(f"{checkpoint}: skipped, it cannot be read ({why})")
+    raise RecipeError(*skipped, f"{run}: no checkpoint can be read; start the recipe again")
+
+
+def unreadable(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be read; None where it can. Weights are mapped, not loaded."""
+    files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.rglob("*.pt"))
+    for file in files:
+        try:
+            torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+        except (OSError, RuntimeError, ValueError, EOFError, ImportError, AttributeError, pickle.UnpicklingError) as error:
+            return " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+    return None if files else "an empty folder"
 
 
 def actor_weights(checkpoint: Path) -> dict[str, Any]:
@@ -56,3 +86,11 @@ def actor_weights(checkpoint: Path) -> dict[str, Any]:
     else:
         weights = torch.load(checkpoint, map_location="cpu", weights_only=False)["state_dict"]
     return {name[name.index(ACTOR) + len(ACTOR) :]: weight for name, weight in weights.items() if ACTOR in name}
+
+
+def quiet() -> None:
+    """Lightning's and transformers' chatter that has no meaning for a run made of rollouts."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", module="lightning")

@@ -17,11 +17,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cct.critic.functional import prompt_numbers
 from cct.recipe import Recipe
+from cct.registry import described
 
 from .agent import Agent
 from .collect import Collector, Iteration, Minibatch
 from .ranks import Ranks
-from .rows import TrainingStopped
+from .stopped import TrainingStopped, blamed_on
 
 FINAL_LEARNING_RATE = 0.1  # share of the actor's learning rate that linear and cosine schedules end with
 
@@ -183,7 +184,8 @@ class CreditModule(LightningModule):
         if self.agent.critic.head.split == "responses":  # not always the same critic first, as they may not divide evenly
             dealt = dealt + batch.numbers
         targets = batch.value_targets.masked_fill(~mask, 0.0)
-        per_token = self.agent.critic.head.loss(raw, targets, old, dealt).masked_fill(~mask, 0.0)
+        with blamed_on(f"critic '{self.recipe.critic.use}' (loss)", self.iteration):
+            per_token = self.agent.critic.head.loss(raw, targets, old, dealt).masked_fill(~mask, 0.0)
         loss = (batch.token_weights * per_token).sum()
         self._finite(loss, f"critic '{self.recipe.critic.use}' (loss)")
         self._count(**{"critic/loss": loss.detach(), "critic/batches": torch.ones(())})
@@ -194,13 +196,21 @@ class CreditModule(LightningModule):
         reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1], with_entropy=on_policy)
         old_logprobs = reading.logprobs.detach() if batch.logprobs is None else batch.logprobs
         chosen = () if batch.marked is None else (batch.marked,)
-        per_token, metrics = self.recipe.geometry(
-            reading.logprobs, old_logprobs, batch.advantages, batch.mask, batch.reference_logprobs, *chosen
-        )
+        geometry = f"geometry '{self.recipe.geometry.use}'"
+        with blamed_on(geometry, self.iteration):
+            per_token, metrics = self.recipe.geometry(
+                reading.logprobs, old_logprobs, batch.advantages, batch.mask, batch.reference_logprobs, *chosen
+            )
+        for name, value in {"the loss": per_token, **metrics}.items():
+            if not isinstance(value, torch.Tensor) or value.shape != batch.mask.shape:
+                raise TrainingStopped(
+                    f"{geometry} returned {described(value)} as {name} in iteration {self.iteration}; expected a tensor of "
+                    f"shape {tuple(batch.mask.shape)}"
+                )
         if on_policy:
             metrics["entropy"] = reading.entropy.masked_fill(~batch.mask, 0.0)
         loss = (batch.loss_weights * per_token).sum()
-        self._finite(loss, f"geometry '{self.recipe.geometry.use}' (loss)")
+        self._finite(loss, f"{geometry} (loss)")
         means = {f"policy/{name}": (batch.token_weights * value).sum() for name, value in metrics.items()}
         self._count(**means, **{"policy/loss": loss.detach(), "policy/batches": torch.ones(())})
         return loss

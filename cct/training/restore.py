@@ -11,9 +11,9 @@ from cct.loading import load_recipe
 from cct.recipe import Recipe, RecipeError
 
 from .agent import Agent
+from .building import build
 from .export import checkpoint_of
 from .module import RolloutData
-from .run import build
 
 
 def restore(run: Path, iteration: int | None = None) -> tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]:

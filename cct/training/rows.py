@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from cct.evidence import Evidence, Failure, Verdict, verdicts
+from cct.evidence import Evidence, Failure, Verdict, plain, verdicts
 from cct.policy.sampling import Engine
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response, derive_seed
 
 from .ranks import Ranks
+from .stopped import TrainingStopped
 
 State = tuple[int, tuple[int, ...]]  # the number of a prompt within the iteration, and the tokens emitted after it
-
-
-class TrainingStopped(RuntimeError):
-    """A run that cannot go on; the message names the component and the iteration."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +46,29 @@ def scores(
     that is neither a finite number nor one finite number per token too.
     """
     scored: list[list[float] | None] = []
-    for prompt, response, verdict in zip(prompts, responses, verdicts(part, prompts, responses), strict=True):
-        checked = verdict if isinstance(verdict, Failure) else _per_token(verdict, len(response.tokens))
-        if isinstance(checked, Failure):
-            if part.on_error == "fail":
-                said = "" if checked.timed_out else "failed: "
-                raise TrainingStopped(
-                    f"evidence '{part.use}' {said}{checked.reason}, judging {response.text!r} "
-                    f"(prompt {prompt.text!r}); `on_error: zero` or `drop` would go on"
-                ) from checked.cause
-            failures[f"{'timeouts' if checked.timed_out else 'errors'}/{part.use}"] += 1
-        scored.append(None if isinstance(checked, Failure) else checked)
+    with closing(verdicts(part, prompts, responses)) as found:
+        for prompt, response, verdict in zip(prompts, responses, found, strict=True):
+            checked = verdict if isinstance(verdict, Failure) else _per_token(verdict, len(response.tokens))
+            if isinstance(checked, Failure):
+                if part.on_error == "fail":
+                    said = "" if checked.timed_out else "failed: "
+                    raise TrainingStopped(
+                        f"evidence '{part.use}' {said}{checked.reason}, judging {response.text!r} "
+                        f"(prompt {prompt.text!r}); `on_error: zero` or `drop` would go on"
+                    ) from checked.cause
+                failures[f"{'timeouts' if checked.timed_out else 'errors'}/{part.use}"] += 1
+            scored.append(None if isinstance(checked, Failure) else checked)
     return scored
 
 
 def _per_token(verdict: Verdict, tokens: int) -> list[float] | Failure:
     try:
-        rewards = [0.0] * (tokens - 1) + [float(verdict)] if isinstance(verdict, int | float) else [float(x) for x in verdict]
-        if len(rewards) != tokens or not all(map(math.isfinite, rewards)):
-            raise ValueError(f"returned {verdict!r} for {tokens} tokens: expected a finite number, or one for each token")
-    except (TypeError, ValueError) as error:
-        return Failure(f"{type(error).__name__}: {error}")
+        numbers = plain(verdict)
+    except ValueError as error:
+        return Failure(str(error))
+    rewards = numbers if isinstance(numbers, list) else [0.0] * (tokens - 1) + [numbers]
+    if len(rewards) != tokens:
+        return Failure(f"it returned {len(rewards)} numbers for {tokens} tokens; expected one for each, or one in all")
     return rewards
 
 
@@ -110,6 +110,8 @@ def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts
     positions = getattr(actor.config.get_text_config(), "max_position_embeddings", None)
     room = recipe.generation.max_new_tokens
     for prompt, ids in zip(prompts, tokens, strict=True):
+        if not ids:
+            raise TrainingStopped(f"the prompt {prompt.text[:60]!r} has no tokens; leave it out of the task")
         if positions is not None and len(ids) + room > positions:
             raise TrainingStopped(
                 f"the prompt {prompt.text[:60]!r} has {len(ids)} tokens; with generation.max_new_tokens ({room}) that is more "

@@ -7,18 +7,19 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
-from cct.recipe import RecipeError, Training
+from cct.recipe import Recipe, Training
 
 
-def strategy_of(training: Training) -> Strategy | str:
-    """The Lightning strategy of a recipe. Raises RecipeError where DeepSpeed is asked for and not installed."""
+def strategy_of(recipe: Recipe) -> Strategy | str:
+    """The Lightning strategy of a recipe."""
+    training = recipe.training
     name = training.strategy
     on_gpu = torch.cuda.is_available()
     if name == "auto":
         name = "ddp" if training.processes > 1 else "auto"
     if name == "ddp":
         # A pass of the critic leaves the actor without gradient, and the other way round.
-        return DDPStrategy(find_unused_parameters=True, process_group_backend="nccl" if on_gpu else "gloo")
+        return DDPStrategy(find_unused_parameters=recipe.critic is not None, process_group_backend="nccl" if on_gpu else "gloo")
     if name == "fsdp":  # one file per checkpoint, as without it; `CreditModule.configure_model` says what is split
         return ModelParallelStrategy(
             data_parallel_size=training.processes, tensor_parallel_size=1, save_distributed_checkpoint=False
@@ -29,12 +30,6 @@ def strategy_of(training: Training) -> Strategy | str:
 
 
 def _deepspeed(training: Training, on_gpu: bool) -> Strategy:
-    try:
-        import deepspeed  # noqa: F401
-    except ImportError:
-        raise RecipeError(
-            f"training.strategy: {training.strategy} needs DeepSpeed, which is not installed: pip install 'cct[deepspeed]'"
-        ) from None
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
     class OnCPU(DeepSpeedStrategy):

@@ -6,8 +6,10 @@ import inspect
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 
@@ -43,23 +45,37 @@ def warm_start(
     task: Task,
     seed: int,
     report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
+    say: Callable[[str], None] = print,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the policy and, where it says so, its warm start, from the cache if it is there.
 
-    report: called with (step, steps, loss) after every step. The cache entry appears whole or not at all; of processes that
-    want the same one, the first computes it and the others wait.
+    report: called with (step, steps, loss) after every step. say: called with a line where it cannot be kept. The cache entry
+    appears whole or not at all; of processes that want the same one, the first computes it and the others wait.
     """
     model, tokenizer = policy.load(alphabet=task.alphabet, seed=seed)
     if policy.warm_start is None:
         return model, tokenizer
     entry = cache_folder() / "warm_start" / warm_start_key(policy, task, seed)
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{entry}.lock"):  # let go by the system where its holder is killed
+    held = ExitStack()
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        held.enter_context(FileLock(f"{entry}.lock"))  # let go by the system where its holder is killed
+    except OSError as error:
+        if not entry.is_dir():  # or it is a cache of others, and holds what is wanted
+            say(f"warm start: not kept, as nothing can be written into {entry.parent} ({error}); set CCT_CACHE to a folder")
+            _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
+            return model.eval(), tokenizer
+    with held:
         if not entry.is_dir():
             _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
             unfinished = Path(tempfile.mkdtemp(dir=entry.parent))
-            model.save_pretrained(unfinished)
-            unfinished.rename(entry)
+            try:
+                model.save_pretrained(unfinished)
+                unfinished.rename(entry)
+            except OSError as error:  # a full disk
+                shutil.rmtree(unfinished)
+                say(f"warm start: not kept in {entry.parent} ({error})")
+                return model.eval(), tokenizer
     return tappable(AutoModelForCausalLM.from_pretrained(entry, dtype=model.dtype)), tokenizer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from cct.registry import Component, Registry
+from cct.registry import Component, Registry, described
 from cct.rollout import Reach
 
 if TYPE_CHECKING:
@@ -70,6 +70,14 @@ class Gate(Component):
     def __call__(self, rollout: Rollout) -> Tensor:
         """[B, T]; entries at masked positions do not matter."""
         raise NotImplementedError
+
+    def discounts(self, rollout: Rollout) -> Tensor:
+        """What the gate gives, for whoever reads it. Raises TypeError where that is no float tensor [B, T]."""
+        found = self(rollout)
+        shape = tuple(rollout.mask.shape)
+        if tuple(getattr(found, "shape", ())) != shape or not getattr(found, "is_floating_point", bool)():
+            raise TypeError(f"gate '{self.use}' returned {described(found)}; expected a float tensor of shape {shape}")
+        return found
 
     @property
     def statistics(self) -> dict[str, Statistic]:

@@ -122,5 +122,5 @@ class CompGAE(LambdaTrace):
         return {name: f"gate '{self.gate.use}': {why}" for name, why in inherited.items()} | super().waives
 
     def __call__(self, rollout: Rollout) -> Credit:
-        gate = self.gate(rollout)
+        gate = self.gate.discounts(rollout)
         return Credit(*self._gae(rollout, gate, self.lam, self.lam_value), gate=gate)

@@ -48,7 +48,7 @@ class ConstantGate(Gate):
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import geometric_mean
 
-        rate = geometric_mean(self.of(rollout), rollout.mask) if self.of else self.gamma
+        rate = geometric_mean(self.of.discounts(rollout), rollout.mask) if self.of else self.gamma
         assert rate is not None
         return rollout.rewards.new_full(rollout.rewards.shape, rate)
 
@@ -249,7 +249,7 @@ class ProductGate(_Several):
     def __call__(self, rollout: Rollout) -> Tensor:
         import torch
 
-        return torch.stack([gate(rollout) for gate in self.parts]).prod(0)
+        return torch.stack([gate.discounts(rollout) for gate in self.parts]).prod(0)
 
 
 @gates.register("mixture")
@@ -267,7 +267,7 @@ class MixtureGate(_Several):
 
     def __call__(self, rollout: Rollout) -> Tensor:
         weights = self.weights or [1.0] * len(self.parts)
-        parts = [weight / sum(weights) * gate(rollout) for weight, gate in zip(weights, self.parts, strict=True)]
+        parts = [weight / sum(weights) * gate.discounts(rollout) for weight, gate in zip(weights, self.parts, strict=True)]
         return sum(parts[1:], parts[0]).clamp(max=1.0)
 
 
@@ -302,7 +302,7 @@ class ShuffleGate(_Control):
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import shuffle_within
 
-        return shuffle_within(self.of(rollout), rollout.mask, rollout.seed)
+        return shuffle_within(self.of.discounts(rollout), rollout.mask, rollout.seed)
 
 
 @gates.register("position")
@@ -312,7 +312,7 @@ class PositionGate(_Control):
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import position_profile
 
-        return position_profile(self.of(rollout), rollout.mask)
+        return position_profile(self.of.discounts(rollout), rollout.mask)
 
 
 @gates.register("swap")
@@ -324,7 +324,7 @@ class SwapGate(_Control):
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import swap_between
 
-        return swap_between(self.of(rollout), rollout.mask)
+        return swap_between(self.of.discounts(rollout), rollout.mask)
 
 
 @gates.register("random")
@@ -336,4 +336,4 @@ class RandomGate(_Control):
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import draw_marginal
 
-        return draw_marginal(self.of(rollout), rollout.mask, rollout.seed)
+        return draw_marginal(self.of.discounts(rollout), rollout.mask, rollout.seed)

@@ -1,0 +1,25 @@
+"""A run that cannot go on, and which part it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cct.recipe import RecipeError
+from cct.registry import told
+
+
+class TrainingStopped(RuntimeError):
+    """A run that cannot go on; the message names the component and the iteration."""
+
+
+@contextmanager
+def blamed_on(part: str, iteration: int | None = None) -> Iterator[None]:
+    """Whatever is raised within stops the run, in one line that names the part; the cause keeps the traceback."""
+    try:
+        yield
+    except (TrainingStopped, RecipeError):
+        raise
+    except Exception as error:
+        where = "" if iteration is None else f" in iteration {iteration}"
+        raise TrainingStopped(f"{part}{where}: {told(error)}") from error
