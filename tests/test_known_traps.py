@@ -290,7 +290,6 @@ def test_logged_advantages_are_those_trained_on(sampled):
     trained = {}
     tokenizer = sampled.recipe.policy.tokenizer(alphabet=sampled.recipe.task.alphabet)
     for batch in sampled.minibatches("policy"):
-        width = batch.mask.shape[1]
         for ids, mask, advantages in zip(batch.input_ids, batch.mask, batch.advantages, strict=True):
             texts = (ids[: -len(mask)], ids[-len(mask) :][mask])  # a micro-batch is as wide as its longest response
             trained[tuple(tokenizer.decode(x, skip_special_tokens=True) for x in texts)] = float(advantages[mask].mean())
