@@ -26,6 +26,7 @@ from transformers import (
 from cct.policy import Runs, attention_concentration, kernel_of, tap, tappable
 from cct.rollout import Attention, Concentration, HiddenChange, Statistic, TokenEntropy, TokenLogprob
 from cct.training.agent import Agent
+from cct.training.stopped import TrainingStopped
 
 LOWEST = torch.finfo(torch.float32).min
 PROMPTS, RESPONSES = [[3, 4, 5, 6, 7], [8], [9, 10, 11]], [[12, 13, 14, 15], [16, 17, 18, 19, 3, 4, 1], [5]]
@@ -686,7 +687,7 @@ def test_a_statistic_of_another_shape_is_refused():
             return forward.entropy.mean(1)
 
     ids, mask, width = padded(PROMPTS, RESPONSES)
-    with pytest.raises(ValueError, match="'w' .Whole. has shape"):
+    with pytest.raises(TrainingStopped, match=r"'w' .Whole.*has shape \(3,\); expected one number for each"):
         Agent(tiny_model(), None)(ids, mask, width, statistics={"w": Whole()})
 
 

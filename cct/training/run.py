@@ -74,15 +74,10 @@ def train(
     """
     quiet()
     started = time.perf_counter()
-    loggers: list[Logger] = []
     if folder is not None:
         if checkpoint is None:  # or it is written when an iteration is done
             write_whole(folder / "recipe.yaml", dump_recipe(recipe))
         (folder / "checkpoints").mkdir(exist_ok=True)
-        loggers = [
-            JsonLinesLogger(folder / "metrics.jsonl"),
-            _logger(recipe, folder, int(checkpoint.stem) if checkpoint else 0),
-        ]
     else:
         console = Console(quiet=True)
     with Display(recipe, console) as display:
@@ -107,7 +102,7 @@ def train(
             strategy=strategy_of(recipe),
             devices=recipe.training.devices,
             num_nodes=recipe.training.nodes,
-            logger=loggers,
+            logger=_loggers(recipe, folder, int(checkpoint.stem) if checkpoint else 0) if folder is not None else [],
             callbacks=callbacks,
             default_root_dir=folder,
             enable_checkpointing=False,
@@ -202,8 +197,6 @@ def closing_table(folder: Path, seconds: float) -> Table:
     return table
 
 
-def _logger(recipe: Recipe, folder: Path, first: int) -> Logger:
-    version = f"from_{first:06d}"
-    if recipe.logging.logger == "tensorboard":
-        return TensorBoardLogger(folder, name="logs", version=version)
-    return CSVLogger(folder, name="logs", version=version)
+def _loggers(recipe: Recipe, folder: Path, first: int) -> list[Logger]:
+    make = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}[recipe.logging.logger]
+    return [JsonLinesLogger(folder / "metrics.jsonl"), make(folder, name="logs", version=f"from_{first:06d}")]
