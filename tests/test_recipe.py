@@ -228,7 +228,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         ),
         ("transport: {use: gea, lam: 1}", "transport", ["no transport is called 'gea'", "did you mean 'gae'?"]),
         ("transport: {gate: {use: shuffel}}", "transport.gate", ["no gate is called 'shuffel'", "did you mean 'shuffle'?"]),
-        ("evidence: [exact_match, exact]", "evidence.1", ["no evidence is called 'exact'", "there are: exact_match"]),
+        ("evidence: [exact_match, exact]", "evidence.1", ["no evidence is called 'exact'", "there are: ", "exact_match"]),
         (
             "critic: none",
             "critic",
