@@ -137,7 +137,7 @@ def cells(row: str) -> int:
 def test_tables_are_whole(page):
     text = page.read_text(encoding="utf-8")
     for header, *rest in tables(page):
-        assert rest and re.fullmatch(r"\|(-+:?\|)+", rest[0]), f"a table that does not begin with a header: {header[:80]}"
+        assert rest and re.fullmatch(r"\|( ?-+:? ?\|)+", rest[0]), f"a table that does not begin with a header: {header[:80]}"
         for row in rest:
             assert cells(row) == cells(header) and row.endswith("|"), row[:80]
         before = text[: text.index(f"{header}\n{rest[0]}")]
