@@ -341,7 +341,7 @@ def _numbers(text: str) -> list[int]:
 def _eval(arguments: argparse.Namespace) -> int:
     import json
 
-    from cct.training.folder import must_be_trained
+    from cct.training.folder import must_be_trained, write_whole
 
     must_be_trained(arguments.run)  # before torch is imported
     from cct.training.run import evaluate_run
@@ -352,9 +352,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     except TrainingStopped as error:
         return _stopped(error)
     if arguments.json:
-        unfinished = arguments.json.with_name(f".{arguments.json.name}")
-        unfinished.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(arguments.json)
+        write_whole(arguments.json, json.dumps(metrics, indent=1) + "\n")
     width = max(18, *map(len, metrics))
     for name, value in metrics.items():
         print(f"{name:<{width}} {value:.4f}")

@@ -19,6 +19,7 @@ from cct.loading import load_recipe, read_part
 from cct.recipe import Recipe, RecipeError
 from cct.registry import PluginError, load_plugin
 from cct.rollout import Credit, Rollout
+from cct.training.folder import must_be_run
 from cct.training.rollouts import load, stored
 from cct.transport import Transport, gated_gae
 
@@ -74,8 +75,7 @@ class Replay:
     @classmethod
     def of(cls, folder: Path, written: Sequence[str], plugins: Sequence[str] = ()) -> Replay:
         """Raises RecipeError where the run has no rollouts, or a transport is none."""
-        if not (folder / "recipe.yaml").is_file():
-            raise RecipeError(f"{folder}: not a run folder (no recipe.yaml)")
+        must_be_run(folder)
         recipe, paths = load_recipe(folder / "recipe.yaml"), stored(folder)
         if not paths:
             raise RecipeError(
