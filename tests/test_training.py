@@ -304,6 +304,20 @@ def test_a_single_step_on_policy_needs_no_forward_before_it(tmp_path):
     assert "time/behaviour" in two_steps and "time/behaviour" in corrected
 
 
+def test_a_ratio_to_the_engine_needs_no_forward_before_the_update(tmp_path):
+    to_trainer = run(tiny("grpo", "training.minibatch_size=8"), tmp_path)
+    to_engine = run(tiny("grpo", "training.minibatch_size=8", "geometry.ratio_to=engine"), tmp_path)
+    for (name, weight), (_, other) in zip(
+        *(final_state(folder)["state_dict"].items() for folder in (to_trainer, to_engine)), strict=True
+    ):
+        torch.testing.assert_close(weight, other, rtol=0, atol=1e-6, msg=name)  # the engine is the policy itself
+    short, long = read_metrics(to_engine)[-1], read_metrics(to_trainer)[-1]
+    assert "time/behaviour" not in short and "train/entropy" not in short
+    assert short["policy/entropy"] == pytest.approx(long["train/entropy"], rel=0.1)  # along the update, not before it
+    with_critic = run(tiny("compo", "geometry.ratio_to=engine"), tmp_path)
+    assert "time/behaviour" in read_metrics(with_critic)[-1]
+
+
 def collected(recipe):
     agent, tokenizer, reference = build(recipe)
     return agent, Collector(recipe, agent, tokenizer, reference).collect(1)

@@ -30,7 +30,8 @@ class Geometry(Component):
     """Divisor per response of `sequence_sum_over_constant`, usually the length limit."""
     ratio_to: Literal["trainer", "engine"] = "trainer"
     """The old policy of the ratio: as the trainer's forward reads it, so that the ratio starts at 1, or as the engine sampled
-    from it, so that the ratio also corrects the engine, and clipping cuts what the two engines disagree on."""
+    from it, so that the ratio also corrects the engine, and clipping cuts what the two engines disagree on. Then a recipe
+    without critic, gate or reference model needs no forward before the update."""
     correction: Literal["none", "truncate", "mask"] = "none"
     """Weigh the loss by trainer's over engine's probability of what was sampled: capped at the bound, or 0 outside
     [1 / bound, bound] (Yao et al. 2025, truncated importance sampling). It corrects the engine, not the policy's own change."""

@@ -51,6 +51,7 @@ class Minibatch:
     reference_logprobs: Tensor | None
     value_targets: Tensor | None  # [B, T]
     trace: Trace | None = None  # set: the critic learns from it; None: the policy learns
+    read_before: bool = True  # by a behaviour forward; without one the update's own has to tell the entropy
 
 
 @dataclass
@@ -160,7 +161,7 @@ class Collector:
             errors = errors + more_errors
         self.engine.rest()
         traces: list[Trace] = []
-        if not self._on_policy:
+        if self._reads_before:
             stage("behaviour")
             rollout, traces = self._read(rollout, plan, ranks)
         scores = rollout.scores  # of the evidence alone
@@ -189,13 +190,19 @@ class Collector:
         return Iteration(started, seen, ordered, credit, updates, len(plan[0]) // minibatches, samples, metrics)
 
     @property
-    def _on_policy(self) -> bool:
-        """Whether the update's own forward says all that the behaviour forward would: one step, and nothing reads before it."""
-        recipe, geometry, training = self.recipe, self.recipe.geometry, self.recipe.training
+    def _reads_before(self) -> bool:
+        """Whether the behaviour forward says something that neither the update's own forward nor the engine does."""
+        recipe, geometry = self.recipe, self.recipe.geometry
+        if recipe.transport.reads_policy or recipe.critic is not None or self.reference is not None:
+            return True
+        return geometry.correction != "none" or not (geometry.ratio_to == "engine" or self._single_step)
+
+    @property
+    def _single_step(self) -> bool:
+        """Whether the old policy of every ratio is the one that learns, and nothing is chosen by it beforehand."""
+        training = self.recipe.training
         steps = training.epochs * training.prompts_per_iteration * training.responses_per_prompt // training.minibatch_size
-        read_before = recipe.transport.reads_policy or recipe.critic is not None or self.reference is not None
-        old_matters = geometry.correction != "none" or geometry.ratio_to != "trainer" or geometry.marks
-        return steps == 1 and not read_before and not old_matters
+        return steps == 1 and not self.recipe.geometry.marks
 
     def _plan(self, rows: Sequence[Row], world: int) -> list[list[list[int]]]:
         """For each rank the rows of its forwards."""
@@ -325,7 +332,8 @@ class Collector:
         token_weights = torch.cat([aggregation_weights(m) for m in masks])
         old = rollout.rollout_logprobs if geometry.ratio_to == "engine" else rollout.logprobs
         assert old is not None
-        on_policy = self._on_policy
+        read_before = self._reads_before
+        on_policy = not read_before and geometry.ratio_to == "trainer"
         minibatches = zip(*(x.split(training.minibatch_size) for x in (old, credit.advantages, rollout.mask)), strict=True)
         with blamed_on(f"geometry '{geometry.use}' (mark)", iteration):
             chosen = [geometry.mark(o, a, m, derive_seed(seed, "mark", number)) for number, (o, a, m) in enumerate(minibatches)]
@@ -352,6 +360,7 @@ class Collector:
                 None if rollout.reference_logprobs is None else take(rollout.reference_logprobs),
                 None if credit.value_targets is None else take(credit.value_targets),
                 trace,
+                read_before,
             )
 
         each = len(mine) // len(masks)

@@ -192,8 +192,7 @@ class CreditModule(LightningModule):
         return loss
 
     def _policy_loss(self, batch: Minibatch) -> torch.Tensor:
-        on_policy = batch.logprobs is None
-        reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1], with_entropy=on_policy)
+        reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1], with_entropy=not batch.read_before)
         old_logprobs = reading.logprobs.detach() if batch.logprobs is None else batch.logprobs
         chosen = () if batch.marked is None else (batch.marked,)
         geometry = f"geometry '{self.recipe.geometry.use}'"
@@ -207,7 +206,7 @@ class CreditModule(LightningModule):
                     f"{geometry} returned {described(value)} as {name} in iteration {self.iteration}; expected a tensor of "
                     f"shape {tuple(batch.mask.shape)}"
                 )
-        if on_policy:
+        if not batch.read_before:
             metrics["entropy"] = reading.entropy.masked_fill(~batch.mask, 0.0)
         loss = (batch.loss_weights * per_token).sum()
         self._finite(loss, f"{geometry} (loss)")
