@@ -198,7 +198,11 @@ def test_every_arm_is_tuned_over_as_many_settings_on_a_seed_that_no_report_uses(
 
 def test_the_controls_keep_the_gate_that_they_are_controls_of():
     study, recipes = load_study(RECIPES / "studies" / "controls.yaml")
-    gates = {arm: recipes[Cell(arm, "", study.seeds[0])].transport.gate for arm in study.arm_names}
+    first = {arm: recipes[Cell(arm, "", study.seeds[0])] for arm in study.arm_names}
+    ungated = first.pop("gae_tac")
+    assert ungated.transport.use == "gae" and ungated.critic == first["compo"].critic
+    assert all(recipe.training == ungated.training for recipe in first.values())
+    gates = {arm: recipe.transport.gate for arm, recipe in first.items()}
     own = gates.pop("compo")
     assert gates.pop("reversed") == own.model_copy(update={"sign": -1})
     assert {arm: gate.use for arm, gate in gates.items()} == {arm: arm for arm in gates}

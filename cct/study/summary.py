@@ -213,9 +213,11 @@ def print_tables(study: Study, results: Mapping[str, Any], console: Console) -> 
     metrics = list(dict.fromkeys(row["metric"] for row in results["arms"]))
     if evaluated := [name for name in metrics if name.startswith("frozen/") and name.count("/") == 1]:
         rows = [
-            (Cell(arm, setting, 0).name, *(_interval(arms[name, arm, setting]) for name in evaluated)) for arm, setting in names
+            (name.removeprefix("frozen/"), Cell(arm, setting, 0).name, _interval(arms[name, arm, setting]))
+            for name in evaluated
+            for arm, setting in names
         ]
-        columns = ("arm", *(name.removeprefix("frozen/") for name in evaluated))
+        columns = ("metric", "arm", "mean")
         console.print(_table(f"frozen sets, mean over sets, then over seeds {level}", columns, rows))
 
     found = [row for row in results["comparisons"] if row["metric"] in COMPARED]
