@@ -170,7 +170,7 @@ def _phases(
     }.get(strategy, 0)
 
     rollout = plan.responses * (12 * (plan.prompt + plan.width) + 40 * plan.width)
-    traces = plan.responses // processes // rows * foot.read.left
+    traces = recipe.training.critic_window * plan.responses // processes // rows * foot.read.left
     engine = _engine(recipe, foot, plan, gpu, problems)
     sleeps = gpu is not None and getattr(recipe.generation, "sleep", False)
     asleep = {} if sleeps else {name: size for name, size in engine.items() if name.startswith("engine")}

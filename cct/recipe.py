@@ -62,6 +62,9 @@ class Training(Knobs):
     """AdamW, critic; constant."""
     critic_epochs: int = Field(1, ge=1, le=100)
     """Passes of the critic update over a round's responses, on what the actor's behaviour forward left behind."""
+    critic_window: int = Field(1, ge=1, le=64)
+    """Iterations whose responses those passes go over, this one included. The policy reads older ones again at each, with a
+    forward; their value targets stay. A critic remembers more of what it has seen, and each pass takes as many times longer."""
     critic_warmup: int = Field(0, ge=0)
     """Rounds before the first policy update in which only the critic learns, from responses of the starting policy."""
     bootstrap_truncated: bool = True
@@ -296,6 +299,8 @@ class Recipe(Knobs):
             problems.append(("critic", f"transport '{self.transport.use}' has no use for a critic; set `critic: null`"))
         if self.critic is None and self.training.critic_warmup:
             problems.append(("training.critic_warmup", "there is no critic to warm up; set it to 0"))
+        if self.critic is None and self.training.critic_window > 1:
+            problems.append(("training.critic_window", "there is no critic to remember anything; set it to 1"))
         if problems:
             raise ValidationError.from_exception_data(
                 "Recipe",

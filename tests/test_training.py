@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -206,9 +207,9 @@ def test_the_exported_policy_is_the_trained_one_and_needs_no_cct(tmp_path):
     assert evaluate_run(folder)["eval/accuracy"] == read_metrics(folder)[-1]["eval/accuracy"]
 
 
-@pytest.mark.parametrize("name", ["compo", "gae", "grpo"])
-def test_resuming_gives_the_same_bits_as_an_uninterrupted_run(name, tmp_path):
-    whole = run(tiny(name, "training.iterations=4", "training.checkpoint_every=2"), tmp_path)
+@pytest.mark.parametrize("knobs", ["compo", "gae", "grpo", "compo training.critic_window=3"])
+def test_resuming_gives_the_same_bits_as_an_uninterrupted_run(knobs, tmp_path):
+    whole = run(tiny(*knobs.split(), "training.iterations=4", "training.checkpoint_every=2"), tmp_path)
     cut = Path(shutil.copytree(whole, tmp_path / "cut"))
     checkpoints(cut)[-1].unlink()  # as if the run had been killed after iteration 2
     resume(cut, None, [], console=Console(file=io.StringIO()))
@@ -321,6 +322,43 @@ def test_a_ratio_to_the_engine_needs_no_forward_before_the_update(tmp_path):
 def collected(recipe):
     agent, tokenizer, reference = build(recipe)
     return agent, Collector(recipe, agent, tokenizer, reference).collect(1)
+
+
+def test_the_critic_goes_over_the_responses_of_its_window_as_the_policy_reads_them_now():
+    recipe = tiny("compo", "training.critic_window=2", "training.critic_epochs=3", "training.micro_batch_tokens=60")
+    agent, tokenizer, reference = build(recipe)
+    collector, lessons = Collector(recipe, agent, tokenizer, reference), []
+    for number in (1, 2, 3):
+        iteration = collector.collect(number)
+        lessons.append([batch for batch in iteration.updates if batch.trace is not None])
+        first = iteration.updates[0]
+        again = agent(first.input_ids, first.attention_mask, first.mask.shape[1], with_critic=True).trace
+        for layer, state in again.hidden_states.items():
+            torch.testing.assert_close(first.trace.hidden_states[layer], state, rtol=0, atol=1e-5)
+        with torch.no_grad():  # as an update would
+            for weight in agent.actor.parameters():
+                weight.mul_(1.01)
+        collector.remember(iteration)
+
+    def learnt(batches):
+        """Every response with its targets, as often as it is learnt from."""
+        rows = [
+            (tuple(ids[seen].tolist()), tuple(targets[mask].tolist()))
+            for batch in batches
+            for ids, seen, targets, mask in zip(
+                batch.input_ids, batch.attention_mask.bool(), batch.value_targets, batch.mask, strict=True
+            )
+        ]
+        assert sum(float(batch.token_weights[batch.mask].sum()) for batch in batches) == pytest.approx(
+            len(rows) / recipe.training.minibatch_size
+        )
+        return Counter(rows)
+
+    one, two, three = map(learnt, lessons)
+    assert all(times % 3 == 0 for times in one.values())
+    assert two - one and sum(two.values()) == 2 * sum(one.values()) and not one - two  # all of the first, and as many new ones
+    new = two - one
+    assert not new - three and not (three - new) & one  # the window has moved on
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -212,13 +212,12 @@ def print_tables(study: Study, results: Mapping[str, Any], console: Console) -> 
 
     metrics = list(dict.fromkeys(row["metric"] for row in results["arms"]))
     if evaluated := [name for name in metrics if name.startswith("frozen/") and name.count("/") == 1]:
-        rows = [
+        means = [
             (name.removeprefix("frozen/"), Cell(arm, setting, 0).name, _interval(arms[name, arm, setting]))
             for name in evaluated
             for arm, setting in names
         ]
-        columns = ("metric", "arm", "mean")
-        console.print(_table(f"frozen sets, mean over sets, then over seeds {level}", columns, rows))
+        console.print(_table(f"frozen sets, mean over sets, then over seeds {level}", ("metric", "arm", "mean"), means))
 
     found = [row for row in results["comparisons"] if row["metric"] in COMPARED]
     if found:

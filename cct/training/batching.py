@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from cct.rollout import Rollout
+from torch import Tensor
 
 Size = tuple[int, int]  # tokens of a response, and of its prompt
 
@@ -55,10 +56,20 @@ def _divide(parts: list[list[int]], count: int) -> list[list[int]]:
     return parts
 
 
-def trimmed(rollout: Rollout, rows: Sequence[int]) -> tuple[slice, int]:
+class Padded(Protocol):
+    """Prompts padded on the left to `prompt_width`, responses on the right."""
+
+    @property
+    def attention_mask(self) -> Tensor: ...  # [B, S]
+
+    @property
+    def prompt_width(self) -> int: ...
+
+
+def trimmed(batch: Padded, rows: Sequence[int]) -> tuple[slice, int]:
     """Columns of `input_ids` that these rows fill, and how many of them respond (at least 1)."""
-    used = rollout.attention_mask[list(rows)].any(0)
-    prompt = rollout.prompt_width
+    used = batch.attention_mask[list(rows)].any(0)
+    prompt = batch.prompt_width
     left = int(used[:prompt].int().argmax()) if bool(used[:prompt].any()) else prompt
     width = max(1, int(used[prompt:].sum()))
     return slice(left, prompt + width), width

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cct.critic.functional import rank_in_group
 from cct.geometry.functional import aggregation_weights, correction_weights, kl_estimate
 from cct.policy.sampling import Engine, EngineError
 from cct.recipe import Recipe
@@ -27,6 +26,7 @@ from cct.transport.functional import explained_variance, gated_gae, masked_mean_
 
 from .agent import Agent
 from .batching import micro_batches, trimmed
+from .lessons import Lesson
 from .ranks import Ranks
 from .rows import Row, branch, greedy_scores, sample_rows
 from .stopped import TrainingStopped, blamed_on
@@ -37,20 +37,22 @@ MOMENTS_DECAY = 0.9
 
 @dataclass
 class Minibatch:
-    """Rows for one forward and backward. Both weights are taken over the whole minibatch, before it is split into these."""
+    """Rows for one forward and backward. Weights are taken over the whole minibatch, before it is split into these."""
 
     input_ids: Tensor  # [B, S]
     attention_mask: Tensor  # [B, S]
     mask: Tensor  # [B, T]
-    numbers: Tensor  # [B] of each response among those to its prompt in this iteration
-    loss_weights: Tensor  # [B, T] of the policy's loss, by the geometry's aggregation and correction
     token_weights: Tensor  # [B, T] 1 / tokens of the minibatch: of the critic's loss and of metrics
-    advantages: Tensor  # [B, T]
-    logprobs: Tensor | None  # [B, T] of the behaviour policy, which the ratio is to; None where it is the policy that learns
-    marked: Tensor | None  # [B, T] tokens that the geometry chose from the whole minibatch
-    reference_logprobs: Tensor | None
-    value_targets: Tensor | None  # [B, T]
+    # --- for the critic
     trace: Trace | None = None  # set: the critic learns from it; None: the policy learns
+    numbers: Tensor | None = None  # [B] of each response among those to its prompt in its iteration
+    value_targets: Tensor | None = None  # [B, T]
+    # --- for the policy
+    loss_weights: Tensor | None = None  # [B, T] of its loss, by the geometry's aggregation and correction
+    advantages: Tensor | None = None  # [B, T]
+    logprobs: Tensor | None = None  # [B, T] of the behaviour policy, which the ratio is to; None: it is the one that learns
+    marked: Tensor | None = None  # [B, T] tokens that the geometry chose from the whole minibatch
+    reference_logprobs: Tensor | None = None  # [B, T]
     read_before: bool = True  # by a behaviour forward; without one the update's own has to tell the entropy
 
 
@@ -80,7 +82,10 @@ class Iteration:
 
 
 class Collector:
-    """Makes the iterations of a run. Its only state is the running moments of the gates' statistics, and the open engine."""
+    """Makes the iterations of a run.
+
+    Its state is the running moments of the gates' statistics, what the critic goes on learning from, and the open engine.
+    """
 
     def __init__(
         self,
@@ -97,6 +102,7 @@ class Collector:
             else None
         )
         self.moments: dict[str, tuple[float, float]] = {}
+        self.past: list[Lesson] = []  # of the iterations before, the newest first
         self.on_stage: Callable[[str], None] = lambda stage: None
         self._engine = engine
 
@@ -151,7 +157,7 @@ class Collector:
         # Rows in random order from here on: the behaviour forward's chunks are the minibatches.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed("order"))).tolist()
         ordered = [rows[index] for index in order]
-        plan = self._plan(ordered, ranks.world)
+        plan, *plans = self._plans(ordered, ranks.world)
         rollout, branched = self._tensors(ordered, seed("transport")), dict[str, float]()
         if baselines is not None:
             rollout = rollout.replace(greedy_scores=rollout.rewards.new_tensor(baselines)[rollout.groups])
@@ -164,6 +170,9 @@ class Collector:
         if self._reads_before:
             stage("behaviour")
             rollout, traces = self._read(rollout, plan, ranks)
+        repeated = [
+            batch for lesson, each in zip(self.past, plans, strict=True) for batch in self._repeat(lesson, each[ranks.rank])
+        ]
         scores = rollout.scores  # of the evidence alone
         rollout, cost = self._kl_in_reward(rollout)
         stage("transport")
@@ -173,7 +182,10 @@ class Collector:
                 other = recipe.critic.baseline(rollout, credit.value_targets)
             if other is not None:
                 credit, seen = self._credit(other, iteration), other
-        updates = self._updates(rollout, credit, traces, plan[ranks.rank], iteration, seed("minibatches"))
+        lessons: list[Minibatch] = []
+        if traces and credit.value_targets is not None:
+            lessons = self._lessons(Lesson.of(rollout, credit.value_targets), plan[ranks.rank], traces) + repeated
+        updates = self._updates(rollout, credit, lessons, plan[ranks.rank], iteration, seed("minibatches"))
         metrics = self._metrics(rollout, credit, scores) | cost
         stage("update")
         metrics |= branched | {f"evidence/{name}": float(count) for name, count in errors.items()}
@@ -204,11 +216,17 @@ class Collector:
         steps = training.epochs * training.prompts_per_iteration * training.responses_per_prompt // training.minibatch_size
         return steps == 1 and not self.recipe.geometry.marks
 
-    def _plan(self, rows: Sequence[Row], world: int) -> list[list[list[int]]]:
-        """For each rank the rows of its forwards."""
+    def _plans(self, rows: Sequence[Row], world: int) -> list[list[list[list[int]]]]:
+        """For these rows and each lesson of the past, for each rank the rows of its forwards; all minibatches have as many."""
         training, sizes = self.recipe.training, [(len(row.response.tokens), len(row.prompt_tokens)) for row in rows]
+        sizes += [size for lesson in self.past for size in lesson.sizes]
         each = training.micro_batch_size or training.minibatch_size // world
-        return micro_batches(sizes, training.minibatch_size, world, rows=each, tokens=training.micro_batch_tokens)
+        whole = micro_batches(sizes, training.minibatch_size, world, rows=each, tokens=training.micro_batch_tokens)
+        count = len(whole[0]) // (1 + len(self.past))
+        return [
+            [[[row - number * len(rows) for row in part] for part in of_rank[start : start + count]] for of_rank in whole]
+            for number, start in enumerate(range(0, len(whole[0]), count))
+        ]
 
     def _tensors(self, rows: Sequence[Row], seed: int) -> Rollout:
         left, right = max(len(row.prompt_tokens) for row in rows), max(1, max(len(row.response.tokens) for row in rows))
@@ -285,6 +303,37 @@ class Collector:
             read = read.replace(values=values[:, :-1], bootstrap=cut)
         return read, [reading.trace for reading in readings if reading.trace is not None]
 
+    @torch.no_grad()
+    def _repeat(self, lesson: Lesson, mine: list[list[int]]) -> list[Minibatch]:
+        """A lesson of the past, as the present policy reads it."""
+        traces = []
+        for rows in mine:
+            columns, narrow = trimmed(lesson, rows)
+            ids, attention_mask = lesson.input_ids[rows, columns], lesson.attention_mask[rows, columns]
+            trace = self.agent(ids, attention_mask, narrow, with_critic=True).trace
+            assert trace is not None
+            traces.append(trace)
+        return self._lessons(lesson, mine, traces)
+
+    def _lessons(self, lesson: Lesson, mine: list[list[int]], traces: list[Trace]) -> list[Minibatch]:
+        """For the critic: a process's part of each minibatch, those of one minibatch together."""
+        weights = torch.cat([aggregation_weights(mask) for mask in lesson.mask.split(self.recipe.training.minibatch_size)])
+        found = []
+        for rows, trace in zip(mine, traces, strict=True):
+            columns, width = trimmed(lesson, rows)
+            found.append(
+                Minibatch(
+                    lesson.input_ids[rows, columns],
+                    lesson.attention_mask[rows, columns],
+                    lesson.mask[rows, :width],
+                    weights[rows, :width],
+                    trace,
+                    lesson.numbers[rows],
+                    lesson.targets[rows, :width],
+                )
+            )
+        return found
+
     def _kl_in_reward(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
         """Each token pays its KL to the reference policy, with `geometry.kl_in_reward`; and the mean of what was estimated."""
         geometry, reference = self.recipe.geometry, rollout.reference_logprobs
@@ -322,9 +371,9 @@ class Collector:
         return credit
 
     def _updates(
-        self, rollout: Rollout, credit: Credit, traces: list[Trace], mine: list[list[int]], iteration: int, seed: int
+        self, rollout: Rollout, credit: Credit, lessons: list[Minibatch], mine: list[list[int]], iteration: int, seed: int
     ) -> list[Minibatch]:
-        """The critic's passes, then the policy's; minibatches in random order, their micro-batches together."""
+        """The critic's passes over its lessons, then the policy's; minibatches in random order, each one's parts together."""
         training, geometry = self.recipe.training, self.recipe.geometry
         masks = rollout.mask.split(training.minibatch_size)
         loss_weights = torch.cat([aggregation_weights(m, geometry.aggregation, constant=geometry.constant) for m in masks])
@@ -338,10 +387,8 @@ class Collector:
         with blamed_on(f"geometry '{geometry.use}' (mark)", iteration):
             chosen = [geometry.mark(o, a, m, derive_seed(seed, "mark", number)) for number, (o, a, m) in enumerate(minibatches)]
         marked = torch.cat([part for part in chosen if part is not None]) if None not in chosen else None
-        numbers = rank_in_group(rollout.groups)
 
-        def micro(index: int, trace: Trace | None) -> Minibatch:
-            rows = mine[index]
+        def policy(rows: list[int]) -> Minibatch:
             columns, width = trimmed(rollout, rows)
 
             def take(x: Tensor) -> Tensor:
@@ -351,24 +398,23 @@ class Collector:
                 rollout.input_ids[rows, columns],
                 rollout.attention_mask[rows, columns],
                 take(rollout.mask),
-                numbers[rows],
-                take(loss_weights),
                 take(token_weights),
-                take(credit.advantages),
-                None if on_policy else take(old),
-                None if marked is None else take(marked),
-                None if rollout.reference_logprobs is None else take(rollout.reference_logprobs),
-                None if credit.value_targets is None else take(credit.value_targets),
-                trace,
-                read_before,
+                loss_weights=take(loss_weights),
+                advantages=take(credit.advantages),
+                logprobs=None if on_policy else take(old),
+                marked=None if marked is None else take(marked),
+                reference_logprobs=None if rollout.reference_logprobs is None else take(rollout.reference_logprobs),
+                read_before=read_before,
             )
 
         each = len(mine) // len(masks)
-        generator, updates = torch.Generator().manual_seed(seed), []
-        passes = [True] * (training.critic_epochs if traces else 0) + [False] * (training.epochs if iteration > 0 else 0)
-        for critic in passes:
+        generator, updates = torch.Generator().manual_seed(seed), list[Minibatch]()
+        for _ in range(training.critic_epochs if lessons else 0):
+            for start in torch.randperm(len(lessons) // each, generator=generator).tolist():
+                updates += lessons[start * each : (start + 1) * each]
+        for _ in range(training.epochs if iteration > 0 else 0):
             for start in torch.randperm(len(masks), generator=generator).tolist():
-                updates += [micro(i, traces[i] if critic else None) for i in range(start * each, (start + 1) * each)]
+                updates += [policy(rows) for rows in mine[start * each : (start + 1) * each]]
         return updates
 
     def _correction(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
@@ -418,8 +464,11 @@ class Collector:
             metrics["critic/disagreement"] = mean(rollout.stats["value_disagreement"])
         return metrics
 
-    def update_moments(self, rollout: Rollout) -> None:
-        """Let an iteration that is over count in the running moments of later ones."""
+    def remember(self, iteration: Iteration) -> None:
+        """Let an iteration that is over count in the running moments, and in the critic's lessons, of later ones."""
+        rollout, credit, window = iteration.rollout, iteration.credit, self.recipe.training.critic_window
+        if credit.value_targets is not None and window > 1:
+            self.past = [Lesson.of(rollout, credit.value_targets), *self.past][: window - 1]
         for name in self.recipe.transport.statistics:
             new = tuple(float(x) for x in masked_mean_std(rollout.stats[name], rollout.mask))
             old = self.moments.get(name, new)

@@ -21,6 +21,7 @@ from cct.registry import described
 
 from .agent import Agent
 from .collect import Collector, Iteration, Minibatch
+from .lessons import Lesson
 from .ranks import Ranks
 from .stopped import TrainingStopped, blamed_on
 
@@ -52,17 +53,20 @@ class RolloutData(LightningDataModule):
         return DataLoader(self.current.updates, batch_size=None, shuffle=False)  # type: ignore[arg-type]
 
     def finish(self, iteration: int) -> Iteration:
-        """The iteration is over: its statistics join the running moments; hands it out a last time."""
+        """The iteration is over: later ones remember of it what they need; hands it out a last time."""
         assert self.current is not None
         ended, self.current, self.done = self.current, None, iteration
-        self.collector.update_moments(ended.rollout)
+        self.collector.remember(ended)
         return ended
 
     def state_dict(self) -> dict[str, Any]:
-        return {"moments": self.collector.moments, "done": self.done}
+        lessons = [lesson.saved for lesson in self.collector.past]
+        return {"moments": self.collector.moments, "done": self.done, "lessons": lessons}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.collector.moments, self.done = state_dict["moments"], state_dict["done"]
+        device = self.collector.agent.actor.device
+        self.collector.past = [Lesson(**{k: x.to(device) for k, x in saved.items()}) for saved in state_dict["lessons"]]
 
 
 class PassAdamW(torch.optim.AdamW):
@@ -173,6 +177,7 @@ class CreditModule(LightningModule):
         assert (
             batch.trace is not None
             and batch.value_targets is not None
+            and batch.numbers is not None
             and self.recipe.critic is not None
             and self.agent.critic is not None
         )
@@ -192,6 +197,7 @@ class CreditModule(LightningModule):
         return loss
 
     def _policy_loss(self, batch: Minibatch) -> torch.Tensor:
+        assert batch.loss_weights is not None and batch.advantages is not None
         reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1], with_entropy=not batch.read_before)
         old_logprobs = reading.logprobs.detach() if batch.logprobs is None else batch.logprobs
         chosen = () if batch.marked is None else (batch.marked,)
