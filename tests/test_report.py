@@ -290,9 +290,9 @@ FIDELITY = {
 
 def test_a_study_shows_the_fidelity_of_its_cells(tmp_path):
     folder = study(tmp_path / "study")
-    cell = folder / "cells" / "compo" / "1"
-    cell.mkdir(parents=True)
-    (cell / "fidelity.json").write_text(json.dumps(FIDELITY))
+    results = json.loads((folder / "results.json").read_text())
+    next(cell for cell in results["cells"] if (cell["arm"], cell["seed"]) == ("compo", 1))["fidelity"] = FIDELITY
+    (folder / "results.json").write_text(json.dumps(results))
     page = parsed(write_report([folder])[0])
     assert page.texts["h2"][-1] == "Fidelity of credit" and "compo, seed 1" in page.texts["text"]
     assert "0.5 [0.25, 0.75]" in page.texts["td"] and "compo, seed 1" in page.texts["td"]

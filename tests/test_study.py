@@ -318,6 +318,11 @@ def test_a_study_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
     assert "differences within seeds" in runner.communicate()[0] and runner.returncode == 0
     assert logs == {place: work.beside("log").read_text() for place, work in cells.items()}
 
+    for work in cells.values():  # begun by a version of cct that did not know this knob yet
+        held = work.folder / "recipe.yaml"
+        held.write_text("".join(line for line in held.read_text().splitlines(True) if "critic_window" not in line))
+    assert command("status", path, [], tmp_path) == 0
+
     data["common"]["training"]["learning_rate"] = 1e-3
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     with pytest.raises(
@@ -410,7 +415,10 @@ def test_results_and_table_of_cells_come_from_the_files(tmp_path):
             {"iteration": 20, "eval/accuracy": 0.6 + gain, "policy/approx_kl": 0.01},
         ]
         (work.folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"iteration": 3')
+    measured = {"iteration": 10, "transports": {"rloo": {"bias": {"value": 0.1}}}}
+    (cells["rloo", 1].folder / "fidelity.json").write_text(json.dumps(measured | {"source": "here", "at_positions": {"row": [1]}}))
     results = summarise(study, list(cells.values()))
+    assert [cell["fidelity"] for cell in results["cells"] if cell["fidelity"]] == [measured]
     write(results, list(cells.values()), tmp_path / "made")
     assert json.loads((tmp_path / "made" / "results.json").read_text()) == results
     final, area = results["comparisons"]

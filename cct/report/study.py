@@ -1,4 +1,4 @@
-"""The page of a study, from its results.json and cells.csv, and fidelity.json of its cells where it was measured."""
+"""The page of a study, from its results.json and cells.csv."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def study_report(folder: Path) -> Report:
     )
     heat = _grid(results, arms, settings) if grid else ""
     sections.append(Section("Stability", heat + tables["Stability"].html() + told))
-    if found := _fidelity(folder, results):
+    if found := _fidelity(results):
         section, tables["Fidelity of credit"] = fidelity_section(found, named=True)
         sections.append(section)
     return Report(f"Study {results['study']}", lead, sections, tables)
@@ -228,11 +228,9 @@ def _counts(results: Mapping[str, Any]) -> Table:
     return Table(["arm, or two of them", "stable", "Fisher's exact p", "p (Holm)"], rows)
 
 
-def _fidelity(folder: Path, results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    found = []
-    for cell in results["cells"]:
-        name = f"{cell['arm']}-{cell['setting']}" if cell["setting"] else cell["arm"]
-        path = folder / "cells" / name / str(cell["seed"]) / "fidelity.json"
-        if path.is_file():
-            found.append((f"{name}, seed {cell['seed']}", json.loads(path.read_text(encoding="utf-8"))))
-    return found
+def _fidelity(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (f"{_named(cell['arm'], cell['setting'])}, seed {cell['seed']}", cell["fidelity"])
+        for cell in results["cells"]
+        if cell.get("fidelity")
+    ]

@@ -22,12 +22,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from cct.loading import changes, dump_recipe
+from cct.loading import changes, dump_recipe, load_recipe
 from cct.recipe import Recipe, RecipeError
 
 from .study import Cell, Evaluate, Study
@@ -80,6 +79,15 @@ class Work:
             return {}
         sampled = [f"eval/avg@{wanted.samples}", *(f"eval/pass@{k}" for k in wanted.ks)] if wanted and wanted.samples else []
         return metrics if all(name in metrics for name in sampled) else {}
+
+    @property
+    def fidelity(self) -> dict[str, Any] | None:
+        """What `cct fidelity` found of it, without the single positions; None where it was not asked."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / "fidelity.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        return {name: value for name, value in found.items() if name not in ("source", "at_positions")}
 
     @property
     def trained(self) -> bool:
@@ -196,8 +204,9 @@ def works_of(study: Study, recipes: Mapping[Cell, Recipe], root: Path) -> list[W
         held = work.folder / "recipe.yaml"
         if not held.is_file():
             continue
-        present = recipes[work.cell].model_dump(mode="json")
-        found = changes(yaml.safe_load(held.read_text(encoding="utf-8")), present)
+        # Read as a recipe: a knob that did not exist yet when the cell was begun stands at its default.
+        begun, present = (recipe.model_dump(mode="json") for recipe in (load_recipe(held), recipes[work.cell]))
+        found = changes(begun, present)
         if found:
             problems.append(
                 f"{work.folder}: was begun with another recipe ({'; '.join(found[:3])}{'; ...' if len(found) > 3 else ''}). "

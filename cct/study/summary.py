@@ -96,6 +96,7 @@ def _cell(study: Study, work: Work) -> dict[str, Any]:
         "stable": not unstable if trained or work.failed else None,
         "unstable": unstable,
         "evaluation": work.evaluation,
+        "fidelity": work.fidelity,
     }
 
 
