@@ -9,15 +9,18 @@ import os
 import re
 import shutil
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from test_training import run, tiny
 
 from cct.cli import main
 from cct.report.page import Table
 from cct.report.read import ReportError, read_lines, read_run
 from cct.report.runs import precise
-from cct.report.svg import Interval, Series, forest, heat_map, lines, number, slopes, stacked, ticks
+from cct.report.svg import Interval, Series, _apart, forest, heat_map, lines, number, slopes, stacked, ticks
 from cct.report.tokens import Pane, token_view
 from cct.report.write import write_report
 
@@ -350,6 +353,16 @@ def test_an_interval_without_end_runs_to_the_edge():
     drawn = forest("c", [Interval("a", 1.0, 0.5, math.inf), Interval("none", math.nan, 0, 0)], x_label="x")
     (whisker,) = re.findall(r'class="whisker" d="M([\d.]+) [\d.]+H([\d.]+)"', drawn)
     assert float(whisker[1]) == 90 + 510 - 160 and "none" not in drawn and "[0.5, ∞]" in drawn
+
+
+@given(st.lists(st.one_of(st.floats(0, 200), st.just(math.nan)), max_size=6))
+def test_labels_are_moved_apart_in_their_order(heights):
+    moved = _apart(heights)
+    assert [math.isnan(y) for y in moved] == [math.isnan(y) for y in heights]
+    told = sorted((y, x) for y, x in zip(heights, moved, strict=True) if not math.isnan(y))
+    assert all(b - a >= 13 - 1e-6 for (_, a), (_, b) in pairwise(told))
+    if all(b - a >= 13 for (a, _), (b, _) in pairwise(told)):
+        assert all(x == y for y, x in told)
 
 
 def test_slopes_and_empty_charts():

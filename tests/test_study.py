@@ -416,7 +416,9 @@ def test_results_and_table_of_cells_come_from_the_files(tmp_path):
         ]
         (work.folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events) + '{"iteration": 3')
     measured = {"iteration": 10, "transports": {"rloo": {"bias": {"value": 0.1}}}}
-    (cells["rloo", 1].folder / "fidelity.json").write_text(json.dumps(measured | {"source": "here", "at_positions": {"row": [1]}}))
+    (cells["rloo", 1].folder / "fidelity.json").write_text(
+        json.dumps(measured | {"source": "here", "at_positions": {"row": [1]}})
+    )
     results = summarise(study, list(cells.values()))
     assert [cell["fidelity"] for cell in results["cells"] if cell["fidelity"]] == [measured]
     write(results, list(cells.values()), tmp_path / "made")

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 380, 244
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 24, 40
@@ -196,20 +197,33 @@ def slopes(caption: str, pairs: Sequence[tuple[Interval, Interval]], *, y_label:
         return figure(caption, '<p class="note">no data</p>')
     frame = _Frame((-0.6, 1.6), _widened(min(ends), max(ends)))
     parts = [frame.y_axis(y_label)]
+    heights = [_apart([frame.y(pair[side].value) for pair in pairs]) for side in (0, 1)]  # of the labels
     for index, pair in enumerate(pairs):
         shift = (index - (len(pairs) - 1) / 2) * 0.04  # so that intervals at one place do not cover each other
         places = [frame.x(x + shift) for x in (0, 1)]
         points = list(zip(places, pair, strict=True))
         drawn = "L".join(f"{x:.1f} {frame.y(one.value):.1f}" for x, one in points if math.isfinite(one.value))
         parts.append(f'<path class="line c{index}" d="M{drawn}"/>' if drawn else "")
-        for (x, one), anchor, away in zip(points, ("end", "start"), (-8, 8), strict=True):
+        for (x, one), anchor, away, at in zip(points, ("end", "start"), (-8, 8), heights, strict=True):
             if not math.isfinite(one.value):
                 continue
             if math.isfinite(one.low) and math.isfinite(one.high):
                 parts.append(f'<path class="line c{index}" d="M{x:.1f} {frame.y(one.low):.1f}V{frame.y(one.high):.1f}"/>')
             parts.append(f'<circle class="point c{index}" cx="{x:.1f}" cy="{frame.y(one.value):.1f}" r="4"/>')
-            parts.append(_text(x + away, frame.y(one.value) + 4, one.label, "name", anchor))
+            parts.append(_text(x + away, at[index] + 4, one.label, "name", anchor))
     return figure(caption, _svg(caption, parts, height=HEIGHT - BOTTOM + TOP), note=note)
+
+
+def _apart(heights: Sequence[float], least: float = 13.0) -> list[float]:
+    """The same heights in the same order, moved until none is closer than `least` to the next; NaN stays."""
+    order = sorted((i for i, y in enumerate(heights) if math.isfinite(y)), key=lambda i: heights[i])
+    moved = list(heights)
+    for before, index in pairwise(order):
+        short = max(0.0, moved[before] + least - moved[index])
+        moved[index] += short / 2
+        for earlier in order[: order.index(index)]:
+            moved[earlier] -= short / 2
+    return moved
 
 
 def heat_map(
