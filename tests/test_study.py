@@ -243,6 +243,7 @@ def cct_study(path: Path, *arguments: str) -> subprocess.Popen:
         text=True,
         env=environment,
         cwd=path.parent,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
     )
 
 
