@@ -101,7 +101,8 @@ def test_a_run_with_the_kl_in_rewards_reports_it(tmp_path):
 @pytest.mark.parametrize("to, correction", [("trainer", "truncate"), ("engine", "none")])
 def test_the_ratio_is_to_what_is_asked_for(to, correction):
     knobs = [f"geometry.ratio_to={to}", "generation.top_k=3", f"geometry.correction={correction}"]
-    _, iteration = collected(tiny("grpo", *knobs))
+    reads = "transport={use: high_entropy, of: grpo, fraction: 1.0}"  # so that there is a forward before the update
+    _, iteration = collected(tiny("grpo", reads, *knobs))
     rollout = iteration.rollout
     old = torch.cat([batch.logprobs for batch in iteration.updates]).sum()
     assert (rollout.logprobs - rollout.rollout_logprobs).abs().max() > 0.1
