@@ -195,6 +195,15 @@ def test_a_run_folder_holds_what_the_docs_say_and_a_second_run_takes_another(tmp
     assert strip(first) == strip(second)  # one seed, one result
 
 
+def test_a_checkpoint_of_a_version_without_lessons_is_gone_on_with(tmp_path):
+    folder = run(tiny("compo", "training.iterations=2"), tmp_path)
+    saved = final_state(folder)
+    assert saved["RolloutData"].pop("lessons") == []
+    torch.save(saved, checkpoints(folder)[-1])
+    resume(folder, None, ["training.iterations=3"], console=Console(file=io.StringIO()))
+    assert read_metrics(folder)[-1]["iteration"] == 3
+
+
 def test_the_exported_policy_is_the_trained_one_and_needs_no_cct(tmp_path):
     folder = run(tiny(), tmp_path)
     assert "cct" not in (folder / "policy" / "config.json").read_text()

@@ -218,10 +218,10 @@ def _apart(heights: Sequence[float], least: float = 13.0) -> list[float]:
     """The same heights in the same order, moved until none is closer than `least` to the next; NaN stays."""
     order = sorted((i for i, y in enumerate(heights) if math.isfinite(y)), key=lambda i: heights[i])
     moved = list(heights)
-    for before, index in pairwise(order):
+    for count, (before, index) in enumerate(pairwise(order), 1):
         short = max(0.0, moved[before] + least - moved[index])
         moved[index] += short / 2
-        for earlier in order[: order.index(index)]:
+        for earlier in order[:count]:
             moved[earlier] -= short / 2
     return moved
 

@@ -66,7 +66,8 @@ class RolloutData(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.collector.moments, self.done = state_dict["moments"], state_dict["done"]
         device = self.collector.agent.actor.device
-        self.collector.past = [Lesson(**{k: x.to(device) for k, x in saved.items()}) for saved in state_dict["lessons"]]
+        lessons = state_dict.get("lessons", [])  # which checkpoints of an earlier version lack
+        self.collector.past = [Lesson(**{name: x.to(device) for name, x in saved.items()}) for saved in lessons]
 
 
 class PassAdamW(torch.optim.AdamW):
