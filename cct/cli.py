@@ -171,6 +171,13 @@ def _parser() -> argparse.ArgumentParser:
     fidelity.add_argument(
         "--transport", action="append", default=[], metavar="YAML", help="beside the run's own; as for replay"
     )
+    fidelity.add_argument(
+        "--critic",
+        action="append",
+        default=[],
+        metavar="YAML",
+        help="beside the run's own, around what it learnt: group_level, '{use: group_mean, weight: 0}'",
+    )
     fidelity.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
     fidelity.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the newest)")
     fidelity.add_argument("--batches", type=int, default=4, metavar="N", help="iterations of responses sampled (default: 4)")
@@ -410,6 +417,7 @@ def _fidelity(arguments: argparse.Namespace) -> int:
             arguments.source,
             arguments.transport,
             arguments.output,
+            critics=arguments.critic,
             plugins=arguments.plugin,
             at=arguments.iteration,
             batches=arguments.batches,

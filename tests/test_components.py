@@ -45,6 +45,7 @@ LEAST: dict[tuple[str, str], dict[str, Any]] = {
 OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("critic", "tac"): {"depth": 4, "memory": 0, "output": "scalar"},
     ("critic", "group_mean"): {"of": {"use": "mini_critics", "count": 3}, "weight": 0.0},
+    ("critic", "group_level"): {"of": {"use": "value_head", "output": "hl_gauss"}, "prior": 1.0},
     ("critic", "mini_critics"): {"of": {"use": "value_head", "output": "two_hot"}, "count": 4},
     ("critic", "value_head"): {"output": "hl_gauss", "bins": 21, "value_clip": 0.2},
     ("evidence", "exact_match"): {"weight": -0.5, "on_error": "drop", "ignore_case": True},

@@ -12,7 +12,7 @@ from cct.critic.functional import group_mean
 from cct.recipe import RecipeError
 from cct.training.folder import read_metrics
 from cct.training.module import CreditModule
-from cct.transport import gated_gae, transports
+from cct.transport import explained_variance, gated_gae, transports
 
 KINDS = {
     "hl_gauss": "critic={use: tac, width: 16, output: hl_gauss}",
@@ -21,6 +21,7 @@ KINDS = {
     "ladder": "critic={use: tac, width: 16, depth: 2, ladder: [1, -1]}",
     "mini_critics": "critic={use: mini_critics, of: {use: tac, width: 16, depth: 1, value_clip: 0.2}}",
     "group_mean": "critic={use: group_mean, of: {use: tac, width: 16}}",
+    "group_level": "critic={use: group_level, of: {use: tac, width: 16}}",
     "group_mean of mini_critics": "critic={use: group_mean, of: {use: mini_critics, of: value_head}}",
 }
 
@@ -77,9 +78,14 @@ def test_the_transport_reads_values_between_the_group_s_target_and_the_critic_s(
     _, alone = collected(tiny("gae", *knobs, "critic={use: tac, width: 16}"))
     _, mixed = collected(tiny("gae", *knobs, f"critic={{use: group_mean, of: {{use: tac, width: 16}}, weight: {weight}}}"))
     values, targets = alone.rollout.values, alone.credit.value_targets
-    mean, known = group_mean(targets[:, 0], alone.rollout.groups, alone.rollout.valid)
-    assert known.all() and alone.rollout.truncated.any()
+    mean, count = group_mean(targets[:, 0], alone.rollout.groups, alone.rollout.valid)
+    assert (count > 0).all() and alone.rollout.truncated.any()
     assert_close(mixed.rollout.values, weight * values + (1 - weight) * mean.unsqueeze(1))
+    returns = gated_gae(mixed.rollout.rewards, torch.zeros_like(values), mixed.rollout.mask, gamma=1.0, lam=1.0)[0]
+    assert mixed.metrics["baseline/explained_variance"] == pytest.approx(
+        explained_variance(mixed.rollout.values, returns, mixed.rollout.mask), abs=1e-6
+    )
+    assert "baseline/explained_variance" not in alone.metrics
     assert mixed.metrics["critic/value"] == alone.metrics["critic/value"]  # of the critic by itself
     gamma = 0.8 if transport == "comp_gae" else 1.0
     expected = gated_gae(

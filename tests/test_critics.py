@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from conftest import eager_twin, make_mask, make_rollout, padded, tiny_model
+from hypothesis import given
 from pydantic import ValidationError
 from torch import nn
 from torch.testing import assert_close
 
 from cct.critic import critics
-from cct.critic.functional import group_mean, hl_gauss, prompt_numbers, rank_in_group, two_hot
+from cct.critic.functional import at_level, group_mean, hl_gauss, prompt_numbers, rank_in_group, two_hot
 from cct.rollout import Trace
 from cct.training.agent import Agent
 
@@ -34,6 +37,7 @@ CRITICS = {
     "two_hot": {"use": "value_head", "width": 16, "output": "two_hot", "bins": 7},
     "standard-hl_gauss": {"use": "standard", "output": "hl_gauss"},
     "mini_critics": {"use": "mini_critics", "of": {"use": "tac", "width": 16, "depth": 1}, "count": 3},
+    "group_level": {"use": "group_level", "of": {"use": "tac", "width": 16}},
     "mini_critics-two_hot": {"use": "mini_critics", "of": {"use": "value_head", "width": 16, "output": "two_hot", "bins": 7}},
     "mini_critics-ladder": {"use": "mini_critics", "of": {"use": "tac", "width": 16, "depth": 2, "ladder": [2, 3]}},
     "group_mean": {"use": "group_mean", "of": {"use": "tac", "width": 16}},
@@ -345,11 +349,11 @@ def test_prompts_are_shared_out_evenly(count):
 def test_the_group_mean_leaves_the_response_s_own_target_out():
     x, groups = torch.tensor([1.0, 2.0, 6.0, NAN, 5.0, 4.0]), torch.tensor([8, 8, 8, 8, 3, 2])
     valid = torch.tensor([True, True, True, False, True, True])
-    mean, known = group_mean(x, groups, valid)
-    assert known.tolist() == [True, True, True, True, False, False]
+    mean, count = group_mean(x, groups, valid)
+    assert count.tolist() == [2, 2, 2, 3, 0, 0]
     assert mean.tolist() == [4.0, 3.5, 1.5, 3.0, 0.0, 0.0]
-    mean, known = group_mean(x, groups, valid, leave_one_out=False)
-    assert mean.tolist() == [3.0, 3.0, 3.0, 3.0, 5.0, 4.0] and known.all()
+    mean, count = group_mean(x, groups, valid, leave_one_out=False)
+    assert mean.tolist() == [3.0, 3.0, 3.0, 3.0, 5.0, 4.0] and count.tolist() == [3, 3, 3, 3, 1, 1]
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
@@ -357,22 +361,70 @@ def test_values_between_the_group_s_mean_and_the_critic_s(weight):
     rollout = make_rollout(mask=make_mask("0111", "1100", "1111", "0000"), groups=torch.tensor([0, 0, 1, 1]))
     rollout = rollout.replace(truncated=torch.tensor([True, False, True, False]), bootstrap=torch.tensor([0.2, 0.0, 0.4, 0.0]))
     targets = torch.tensor([[NAN, 0.7, 9.0, 9.0], [0.3, 9.0, NAN, NAN], [0.5, 9.0, 9.0, 9.0], [NAN] * 4])
-    got = critics["group_mean"](weight=weight).baseline(rollout, targets)
+    got = critics["group_mean"](weight=weight).baseline(rollout, targets, (0.0, 1.0))
     assert_close(got.values[0], weight * rollout.values[0] + (1 - weight) * 0.3)
     assert_close(got.values[1], weight * rollout.values[1] + (1 - weight) * 0.7)
     assert_close(got.values[2], rollout.values[2])  # alone: the other one was dropped
     assert got.bootstrap.tolist() == pytest.approx([weight * 0.2 + (1 - weight) * 0.3, 0.0, 0.4, 0.0])
-    assert critics["group_mean"](weight=weight).baseline(rollout.replace(bootstrap=None), targets).bootstrap is None
+    assert critics["group_mean"](weight=weight).baseline(rollout.replace(bootstrap=None), targets, (0.0, 1.0)).bootstrap is None
+
+
+def test_values_are_shifted_in_log_odds():
+    """At odds of 1 to 1 for `first` and 4 to 1 for `level` all odds become four times as great; the ends stay."""
+    values = torch.tensor([[0.5, 0.2, 0.0, 1.0, 1 / 3]])
+    expected = torch.tensor([[0.8, 0.5, 0.0, 1.0, 2 / 3]])
+    assert_close(at_level(values, torch.tensor([0.5]), torch.tensor([0.8]), (0.0, 1.0)), expected, atol=1e-5, rtol=0)
+    wide = at_level(values * 4 - 1, torch.tensor([1.0]), torch.tensor([2.2]), (-1.0, 3.0))
+    assert_close(wide, expected * 4 - 1, atol=4e-5, rtol=0)
+    assert_close(at_level(values, torch.tensor([0.3]), torch.tensor([0.3]), (0.0, 1.0)), values, atol=1e-5, rtol=0)
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=6),
+    st.floats(0, 1),
+    st.floats(0, 1),
+    st.sampled_from([(0.0, 1.0), (-0.5, 2.0)]),
+)
+def test_a_level_keeps_the_order_and_the_range(values, first, level, bounds):
+    low, width = bounds[0], bounds[1] - bounds[0]
+    given_values = low + width * torch.tensor([sorted(values)], dtype=torch.float64)
+    first, level = (low + width * torch.tensor([x], dtype=torch.float64) for x in (first, level))
+    got = at_level(given_values, first, level, bounds)
+    assert (got.diff() >= 0).all() and (got >= bounds[0]).all() and (got <= bounds[1]).all()
+    assert_close(at_level(first.unsqueeze(1), first, level, bounds).squeeze(1), level, atol=1e-5 * width, rtol=0)
+
+
+def test_a_critic_s_shape_at_the_group_s_level():
+    """Each first value counts as one response more: (0.2 + 0.8 + 2 * 0.5) / 4 for the first response."""
+    rollout = make_rollout(mask=make_mask("0111", "1100", "1010", "1111", "0000"), groups=torch.tensor([0, 0, 0, 1, 1]))
+    rollout = rollout.replace(
+        values=torch.tensor([[NAN, 0.5, 0.2, 0.5], [0.5, 0.8, NAN, NAN], [0.5, NAN, 0.9, NAN], [0.3] * 4, [NAN] * 4]),
+        truncated=torch.tensor([True, False, False, True, False]),
+        bootstrap=torch.tensor([0.2, 0.0, 0.0, 0.7, 0.0]),
+    )
+    targets = torch.tensor([[NAN, 0.6, 9.0, 9.0], [0.2, 9.0, NAN, NAN], [0.8, 9.0, 9.0, 9.0], [0.9] * 4, [NAN] * 4])
+    got = critics["group_level"](prior=2.0).baseline(rollout, targets, (0.0, 1.0))
+    assert_close(got.values[0, 1:], torch.tensor([0.5, 0.2, 0.5]), atol=1e-5, rtol=0)  # (0.2 + 0.8 + 1) / 4 is its own
+    assert_close(got.values[1, 0], torch.tensor(0.6), atol=1e-5, rtol=0)  # (0.6 + 0.8 + 1) / 4
+    odds = 0.45 / 0.55 * 9  # (0.6 + 0.2 + 1) / 4 in place of 0.5
+    assert_close(got.values[2, [0, 2]], torch.tensor([0.45, odds / (1 + odds)]), atol=1e-5, rtol=0)
+    assert_close(got.values[3], rollout.values[3], atol=1e-5, rtol=0)  # alone: the other one was dropped
+    assert got.bootstrap.tolist() == pytest.approx([0.2, 0.0, 0.0, 0.7, 0.0], abs=1e-5)
+    assert critics["group_level"]().baseline(rollout.replace(bootstrap=None), targets, (0.0, 1.0)).bootstrap is None
 
 
 def test_only_some_critics_stand_in_others():
-    mini, mean = critics["mini_critics"], critics["group_mean"]
+    mini, mean, level = critics["mini_critics"], critics["group_mean"], critics["group_level"]
     assert mean(of=mini()).provides == {"values", "disagreement"} and mean(of=mini()).needs == {"groups"}
-    for make in (lambda: mini(of=mini()), lambda: mini(of=mean()), lambda: mean(of=mean())):
-        with pytest.raises(ValidationError, match="critics|weights"):
-            make()
-    assert critics["tac"]().bounded and mini().bounded and mean().bounded
+    for outer, inner in itertools.product((mini, mean, level), (mean, level)):
+        with pytest.raises(ValidationError, match="single critics|the group's say in it already"):
+            outer(of=inner())
+    with pytest.raises(ValidationError, match="single critics"):
+        mini(of=mini())
+    assert all(kind().bounded for kind in (critics["tac"], mini, mean, level))
     scalar = critics["tac"](output="scalar")
+    with pytest.raises(ValidationError, match="scalar"):
+        level(of=scalar)
     assert not any(part.bounded for part in (scalar, mini(of=scalar), mean(of=scalar), mean(of=mini(of=scalar))))
 
 

@@ -30,7 +30,7 @@ from cct.fidelity.scores import (
 from cct.fidelity.table import summary
 from cct.loading import dump_recipe
 from cct.policy.sampling import Completion, Engine
-from cct.recipe import RecipeError
+from cct.recipe import Recipe, RecipeError
 from cct.rollout import Prompt, Response
 from cct.training.collect import Collector
 from cct.training.folder import checkpoints
@@ -230,6 +230,25 @@ def test_credit_is_what_the_next_iteration_would_have_been_trained_on(finished):
     np.testing.assert_allclose(found.credit["grpo"], [float(grpo[row, t]) for _, row, t in found.places], atol=1e-6)
 
 
+def test_what_the_critic_learnt_is_read_in_other_ways(finished):
+    """Around the run's own critic; the group's mean alone is a baseline that needs no critic."""
+    ways = ["group_level", "{use: group_mean, weight: 0}"]
+    found = measure(finished, ["grpo", "gae"], critics=ways, batches=1, positions=50, continuations=4)
+    own = "comp_gae (the run's own)"
+    assert list(found.credit) == [own, "grpo", "gae", *(f"{t} with {c}" for c in ways for t in (own, "gae"))]
+    assert list(found.critics.values()) == ["tac", None, "tac", "group_level", "group_level", "group_mean", "group_mean"]
+    recipe, agent, tokenizer, moments, iteration = restore(finished)
+    for way, critic in zip(ways, ({"use": "group_level"}, {"use": "group_mean", "weight": 0.0}), strict=True):
+        variant = recipe.model_dump() | {"transport": {"use": "gae"}, "critic": critic | {"of": recipe.critic.model_dump()}}
+        collector = Collector(Recipe.model_validate(variant), agent, tokenizer, None)
+        collector.moments = moments
+        credit = collector.collect(iteration + 1).credit.advantages
+        np.testing.assert_allclose(
+            found.credit[f"gae with {way}"], [float(credit[row, t]) for _, row, t in found.places], atol=1e-6
+        )
+    assert len({found.credit[name].tobytes() for name in found.credit}) == 7
+
+
 def test_a_transport_gets_what_it_asks_to_be_sampled(finished):
     others = ["remax", "{use: vineppo, samples: 2, separator: '+'}", "{use: comp_gae, gate: entropy}"]
     found = measure(finished, others, batches=1, positions=20, continuations=4)
@@ -267,6 +286,8 @@ def test_a_recipe_is_looked_at_before_its_first_update_without_a_critic(tmp_path
     [
         (["--transport", "gea"], "did you mean 'gae'"),
         (["--continuations", "3"], "at least 4"),
+        (["--critic", "standard"], "the run taught 'tac', which has other weights"),
+        (["--critic", "group_levl"], "did you mean 'group_level'"),
         (["--below", "0"], "a probability above 0"),
         (["--below", "1e-9"], "0 tokens were sampled with a probability below 1e-09"),
         (["--iteration", "1"], "no checkpoint of iteration 1; there are those of iterations 2"),

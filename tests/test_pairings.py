@@ -108,6 +108,7 @@ def test_the_kl_in_rewards_takes_returns_out_of_a_bounded_critic_s_reach(tmp_pat
         assert load_recipe(over(tmp_path, f"{geometry}critic: {critic}")).geometry.kl_in_reward == 0.1
 
 
-def test_a_group_mean_needs_a_group(tmp_path):
-    text = "critic: group_mean\ntraining: {responses_per_prompt: 1, minibatch_size: 16}"
-    assert "'group_mean' compares responses" in the_problem(over(tmp_path, text))
+@pytest.mark.parametrize("critic", ["group_mean", "group_level"])
+def test_a_critic_with_the_group_s_say_needs_a_group(tmp_path, critic):
+    text = f"critic: {critic}\ntraining: {{responses_per_prompt: 1, minibatch_size: 16}}"
+    assert f"'{critic}' compares responses" in the_problem(over(tmp_path, text))

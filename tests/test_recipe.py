@@ -232,7 +232,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         (
             "critic: none",
             "critic",
-            ["no critic is called 'none'", "there are: group_mean, mini_critics, standard, tac, value_head"],
+            ["no critic is called 'none'", "there are: group_level, group_mean, mini_critics, standard, tac, value_head"],
         ),
         ("task: {lam: 1, use:}", "task", ["a name or a mapping with the key 'use'", "chain_arithmetic, datasets"]),
         ("task: [chain_arithmetic]", "task", ["a name or a mapping with the key 'use'"]),

@@ -33,10 +33,10 @@ class Critic(Component):
         """The torch module for this actor; bounds: least and greatest reward of a response."""
         raise NotImplementedError
 
-    def baseline(self, rollout: Rollout, targets: Tensor) -> Rollout | None:
+    def baseline(self, rollout: Rollout, targets: Tensor, bounds: tuple[float, float]) -> Rollout | None:
         """The rollout with what the transport is to read in place of the critic's values; None for just these.
 
-        targets: [B, T], the value targets that the transport gave to these values.
+        targets: [B, T], the value targets that the transport gave to these values. bounds: as in `build`.
         """
         return None
 

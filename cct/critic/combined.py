@@ -1,4 +1,4 @@
-"""Critics made of critics: an ensemble of small ones, and one that shares its say with the group's mean."""
+"""Critics made of critics: an ensemble of small ones, and two that share their say with the group."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MiniCritics(Critic):
 
     @model_validator(mode="after")
     def _of_single_ones(self) -> MiniCritics:
-        if isinstance(self.of, MiniCritics | GroupMean):
+        if isinstance(self.of, MiniCritics | GroupMean | GroupLevel):
             raise ValueError(f"mini_critics are of single critics, not of '{self.of.use}'; it may stand around them instead")
         return self
 
@@ -60,31 +60,11 @@ class MiniCritics(Critic):
         return EnsembleTower([self.of.build(actor, bounds) for _ in range(self.count)], self.split)
 
 
-@critics.register("group_mean")
-class GroupMean(Critic):
-    """Between the group's mean and a critic: (1 - weight) mean of the other responses' targets + weight V.
-
-    The mean is of the value targets at the first token, gated where the transport's are: the prompt's level, which the
-    critic need not know. It is the same at every token, so a discount below 1 makes it too low for late ones. A response
-    that is alone in its group, the others dropped, has the critic alone.
-    """
+class GroupCritic(Critic):
+    """A critic that learns as it would by itself, and whose values the group changes before the transport reads them."""
 
     of: Annotated[Critic, critics] = TAC()
     """The critic; it learns as it would by itself."""
-    weight: float = Field(0.5, ge=0, le=1)
-    """The critic's share: 1 is the critic, 0 a leave-one-out baseline."""
-    leave_one_out: bool = True
-    """Without the response's own target, so that the baseline does not know what it judges."""
-
-    @model_validator(mode="after")
-    def _around_a_critic(self) -> GroupMean:
-        if isinstance(self.of, GroupMean):
-            raise ValueError("a group_mean of a group_mean is one with the product of their weights")
-        return self
-
-    @property
-    def unread(self) -> dict[str, str]:
-        return {"leave_one_out": "with weight: 1 the group's mean does not count"} if self.weight == 1 else {}
 
     @property
     def needs(self) -> frozenset[str]:
@@ -101,17 +81,77 @@ class GroupMean(Critic):
     def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> Tower:
         return self.of.build(actor, bounds)
 
-    def baseline(self, rollout: Rollout, targets: Tensor) -> Rollout | None:
+
+@critics.register("group_mean")
+class GroupMean(GroupCritic):
+    """Between the group's mean and a critic: (1 - weight) mean of the other responses' targets + weight V.
+
+    The mean is of the value targets at the first token, gated where the transport's are: the prompt's level, which the
+    critic need not know. It is the same at every token, so a discount below 1 makes it too low for late ones. A response
+    that is alone in its group, the others dropped, has the critic alone.
+    """
+
+    weight: float = Field(0.5, ge=0, le=1)
+    """The critic's share: 1 is the critic, 0 a leave-one-out baseline."""
+    leave_one_out: bool = True
+    """Without the response's own target, so that the baseline does not know what it judges."""
+
+    @model_validator(mode="after")
+    def _around_a_critic(self) -> GroupMean:
+        if isinstance(self.of, GroupCritic):
+            raise ValueError(f"group_mean is of a critic by itself, and '{self.of.use}' has the group's say in it already")
+        return self
+
+    @property
+    def unread(self) -> dict[str, str]:
+        return {"leave_one_out": "with weight: 1 the group's mean does not count"} if self.weight == 1 else {}
+
+    def baseline(self, rollout: Rollout, targets: Tensor, bounds: tuple[float, float]) -> Rollout | None:
         from .functional import group_mean
 
         assert rollout.values is not None
         first = rollout.mask.int().argmax(1, keepdim=True)
-        mean, known = group_mean(
+        mean, count = group_mean(
             targets.gather(1, first).squeeze(1), rollout.groups, rollout.valid, leave_one_out=self.leave_one_out
         )
-        share = (1 - self.weight) * known.to(mean.dtype)  # of the group
+        share = (1 - self.weight) * (count > 0).to(mean.dtype)  # of the group
         values = rollout.values * (1 - share).unsqueeze(1) + (share * mean).unsqueeze(1)
         after = rollout.bootstrap
         if after is not None:
             after = (after * (1 - share) + share * mean) * rollout.truncated
         return rollout.replace(values=values, bootstrap=after)
+
+
+@critics.register("group_level")
+class GroupLevel(GroupCritic):
+    """A critic's shape at the group's level: its log-odds shifted so that its value at the first token is the group's.
+
+    That level is the mean of the value targets at the first token over the other responses to the prompt, gated where the
+    transport's are, to which the critic's own value there counts as `prior` further ones. While the policy gets better faster
+    than the critic learns, the critic goes on telling a response that went wrong from one that did not, and the group tells how
+    often that is. A value near the end of the range stays there, which under `group_mean` it does not.
+    """
+
+    prior: float = Field(4.0, gt=0, le=1000)
+    """How many responses the critic's own value at the first token counts for. It keeps the level off 0 and 1."""
+
+    @model_validator(mode="after")
+    def _around_a_bounded_critic(self) -> GroupLevel:
+        if isinstance(self.of, GroupCritic):
+            raise ValueError(f"group_level is of a critic by itself, and '{self.of.use}' has the group's say in it already")
+        if not self.of.bounded:
+            raise ValueError("group_level shifts log-odds, and the output `scalar` is in no range; choose another `output`")
+        return self
+
+    def baseline(self, rollout: Rollout, targets: Tensor, bounds: tuple[float, float]) -> Rollout | None:
+        from .functional import at_level, group_mean
+
+        assert rollout.values is not None
+        at_first = rollout.mask.int().argmax(1, keepdim=True)
+        first = rollout.values.masked_fill(~rollout.mask, bounds[0]).gather(1, at_first).squeeze(1)
+        mean, count = group_mean(targets.gather(1, at_first).squeeze(1), rollout.groups, rollout.valid)
+        level = (count * mean + self.prior * first) / (count + self.prior)
+        after = rollout.bootstrap
+        if after is not None:
+            after = at_level(after.unsqueeze(1), first, level, bounds).squeeze(1) * rollout.truncated
+        return rollout.replace(values=at_level(rollout.values, first, level, bounds), bootstrap=after)

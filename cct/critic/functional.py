@@ -11,6 +11,8 @@ from torch import Tensor
 # target at the end keeps all but 1e-6 of its mass and with it its mean.
 SIGMA_IN_BINS = 0.75
 PAD_BINS = 3
+# Of the range: nearer to its ends no value counts, so that its log-odds are finite.
+EDGE = 1e-6
 
 
 def two_hot(target: Tensor, atoms: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ def hl_gauss(target: Tensor, atoms: Tensor, sigma: float) -> Tensor:
 def group_mean(x: Tensor, groups: Tensor, valid: Tensor, *, leave_one_out: bool = True) -> tuple[Tensor, Tensor]:
     """Mean of x [B] over the valid responses of each one's group, without its own where `leave_one_out`.
 
-    groups: [B] int. Returns the mean [B] and whether there is one [B]; 0 where there is none. With its own outcome in it
+    groups: [B] int. Returns the mean [B], 0 where there is none, and over how many it is [B]. With its own outcome in it
     a baseline is no longer independent of the response, which shrinks advantages by (n - 1) / n in a group of n.
     Source: RLOO, Ahmadian et al. 2024.
     """
@@ -54,7 +56,20 @@ def group_mean(x: Tensor, groups: Tensor, valid: Tensor, *, leave_one_out: bool 
     total, count = per_group(x), per_group(weight)
     if leave_one_out:
         total, count = total - x, count - weight
-    return torch.where(count > 0, total / count.clamp(min=1), 0.0), count > 0
+    return torch.where(count > 0, total / count.clamp(min=1), 0.0), count
+
+
+def at_level(values: Tensor, first: Tensor, level: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """Values [B, T] with the shift of log-odds that takes the value `first` [B] to `level` [B]; all within bounds (low, high).
+
+    A value at an end of the range stays there, which is what sets it apart from adding level - first.
+    """
+
+    def log_odds(x: Tensor) -> Tensor:
+        return torch.logit((x - bounds[0]) / (bounds[1] - bounds[0]), eps=EDGE)
+
+    shift = log_odds(level) - log_odds(first)
+    return bounds[0] + (bounds[1] - bounds[0]) * torch.sigmoid(log_odds(values) + shift.unsqueeze(-1))
 
 
 def rank_in_group(groups: Tensor) -> Tensor:

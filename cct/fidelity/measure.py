@@ -13,6 +13,8 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from cct.critic import Critic
+from cct.critic.combined import GroupCritic
 from cct.evidence import close_workers
 from cct.loading import load_recipe, read_part
 from cct.policy.sampling import Engine
@@ -46,9 +48,9 @@ class Measured:
     """After which the policy and the critic were as they were here."""
     truth: Truth
     credit: dict[str, Array]
-    """transport -> [N], the run's own first."""
-    reads_critic: dict[str, bool]
-    """Whether it does, by transport."""
+    """transport, under another critic with its name -> [N], the run's own first."""
+    critics: dict[str, str | None]
+    """Which of them each transport read."""
     places: list[tuple[int, int, int]]
     """Iteration, row and token of each position."""
     responses: int
@@ -68,6 +70,7 @@ def measure(
     source: Path,
     written: Sequence[str] = (),
     *,
+    critics: Sequence[str] = (),
     plugins: Sequence[str] = (),
     at: int | None = None,
     batches: int = 4,
@@ -80,7 +83,8 @@ def measure(
     """Branch from rollouts of a run's checkpoint (`at` an iteration; default: the newest), or of a recipe's starting policy.
 
     The rollouts are the iterations that the run would have gone on with, `batches` of them: new prompts, as many responses as
-    it is used to, whitening and group baselines over as many. written: transports beside the run's own, as YAML.
+    it is used to, whitening and group baselines over as many. written: transports beside the run's own, as YAML. critics: as
+    YAML, such as read what the run's critic learnt in another way; every transport that reads values is computed under each.
     positions: tokens looked at, drawn from the trainable ones that were sampled with a probability below `below`; a surer token
     decides little, its advantage is at most 1 - below of the range of rewards. continuations: from before each of them and
     from after it, half of them for each half of the truth. seed: of prompts and sampling, in place of the recipe's.
@@ -89,11 +93,10 @@ def measure(
     """
     started = time.perf_counter()
     recipe, agent, tokenizer, moments, iteration = _opened(source, at)
-    variants = _variants(source, recipe, written, plugins)
+    variants = _variants(source, recipe, written, critics, plugins)
     if seed is not None:
         variants = {name: one.model_copy(update={"seed": seed}) for name, one in variants.items()}
     agent.to(DEVICE)
-    blind = Agent(agent.actor, None, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
     base = Collector(next(iter(variants.values())), agent, tokenizer, None)
     base.moments = moments
     try:
@@ -103,8 +106,7 @@ def measure(
             on_stage(f"sampling iteration {number}")
             sampled = base.sample(number)
             for name, variant in variants.items():
-                reader = agent if variant.critic is not None else blind
-                collector = Collector(variant, reader, tokenizer, None, base.engine)
+                collector = Collector(variant, _reader(agent, recipe, variant), tokenizer, None, base.engine)
                 collector.moments = moments
                 collected = collector.collect(number, sampled)
                 credit[name].append(collected.credit.advantages.cpu())
@@ -137,7 +139,7 @@ def measure(
         iteration,
         Truth(advantage, (half, other), p, cluster),
         {name: np.array([float(parts[b][row, t]) for b, row, t in drawn]).round(DIGITS) for name, parts in credit.items()},
-        {name: variant.critic is not None for name, variant in variants.items()},
+        {name: variant.critic.use if variant.critic else None for name, variant in variants.items()},
         [(iteration + 1 + b, row, t) for b, row, t in drawn],
         sum(map(len, rows)),
         sum(int(mask.sum()) for mask in masks),
@@ -163,8 +165,10 @@ def _opened(source: Path, at: int | None) -> Opened:
     return recipe, agent, tokenizer, {}, 0
 
 
-def _variants(source: Path, recipe: Recipe, written: Sequence[str], plugins: Sequence[str]) -> dict[str, Recipe]:
-    """The recipe under its own transport and under each of the others, by name."""
+def _variants(
+    source: Path, recipe: Recipe, written: Sequence[str], critics: Sequence[str], plugins: Sequence[str]
+) -> dict[str, Recipe]:
+    """The recipe under its own transport and each of the others, and where they read values under each critic, by name."""
     for plugin in plugins:
         try:
             load_plugin(plugin, Path.cwd())
@@ -180,15 +184,54 @@ def _variants(source: Path, recipe: Recipe, written: Sequence[str], plugins: Seq
         raise RecipeError(
             f"{source}: transport {reading[0]} reads a critic, which has not learnt anything before a run; name a run folder"
         )
+    if critics and not reading:
+        raise RecipeError(f"--critic {critics[0]}: no transport here reads values; add one that does by --transport")
+    for text in critics:
+        critic = _around(recipe, text)
+        found |= {f"{name} with {text.strip()}": _with(recipe, found[name].transport, critic) for name in reading}
     return found
 
 
-def _with(recipe: Recipe, transport: Transport) -> Recipe:
-    """The recipe under another transport, with the critic where it reads one; rewards are the evidence's alone.
+def _around(recipe: Recipe, written: str) -> Critic:
+    """A critic from YAML; where it is around another and does not say which, around the run's, or what that is around."""
+    critic = read_part("critic", written)
+    assert isinstance(critic, Critic)
+    own = recipe.critic
+    if "of" not in type(critic).model_fields or "of" in critic.model_fields_set or own is None:
+        return critic
+    try:
+        return type(critic).model_validate(dict(critic) | {"of": own.of if isinstance(own, GroupCritic) else own})
+    except ValidationError as error:
+        raise RecipeError(*(f"--critic {written}: {problem['msg']}" for problem in error.errors())) from None
+
+
+def _reader(agent: Agent, recipe: Recipe, variant: Recipe) -> Agent:
+    """The agent that reads rollouts for a variant: with the critic that the run taught, or with none.
+
+    Raises RecipeError where the variant's critic is made of other weights.
+    """
+    if variant.critic == recipe.critic:
+        return agent
+    tower = None
+    if variant.critic is not None:
+        assert agent.critic is not None and recipe.critic is not None
+        tower = variant.critic.build(agent.actor, recipe.reward_bounds).to(agent.actor.device)
+        try:
+            tower.load_state_dict(agent.critic.state_dict())
+        except RuntimeError:
+            raise RecipeError(
+                f"--critic {variant.critic.use}: the run taught '{recipe.critic.use}', which has other weights; what can be "
+                "looked at is a critic around it, such as group_mean or group_level"
+            ) from None
+    return Agent(agent.actor, tower, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
+
+
+def _with(recipe: Recipe, transport: Transport, critic: Critic | None = None) -> Recipe:
+    """The recipe under another transport, with the critic (its own) where it reads one; rewards are the evidence's alone.
 
     Raises RecipeError where nothing provides what the transport needs.
     """
-    critic = recipe.critic if "values" in transport.needs else None
+    critic = (critic or recipe.critic) if "values" in transport.needs else None
     plain: dict[str, object] = {"transport": transport.model_dump(), "geometry": "ppo_clip"}
     if critic is None:
         plain |= {"critic": None, "training": recipe.training.model_dump() | {"critic_warmup": 0}}

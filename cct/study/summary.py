@@ -38,12 +38,14 @@ COLUMNS = (  # of cells.csv, after arm, setting and seed: small enough to commit
     "train/truncated",
     "train/entropy",
     "critic/explained_variance",
+    "baseline/explained_variance",
     "gate/mean",
     "policy/approx_kl",
     "policy/clip_fraction",
     "actor/gradient_norm",
     "time/iteration",
 )
+EXPLAINED = ("baseline/explained_variance", "critic/explained_variance")  # the first that there is
 COMPARED = {"final_accuracy": "final accuracy", "area": "area under curve", "frozen/accuracy": "frozen accuracy"}  # in tables
 
 
@@ -74,7 +76,8 @@ def _cell(study: Study, work: Work) -> dict[str, Any]:
     evaluated = [event for event in events if "eval/accuracy" in event]
     accuracies = [event["eval/accuracy"] for event in evaluated]
     rounds = [event for event in events if event["iteration"] > 0]
-    explained = [event["critic/explained_variance"] for event in rounds if "critic/explained_variance" in event]
+    by = next((name for name in EXPLAINED if any(name in event for event in rounds)), "")
+    explained = [event[by] for event in rounds if by in event]
     finite = not work.failed and all(math.isfinite(x) for event in events for x in event.values())
     unstable = why_unstable(
         accuracies,
@@ -205,8 +208,8 @@ def print_tables(study: Study, results: Mapping[str, Any], console: Console) -> 
     console.print(_table(f"{study.name}: mean over seeds {level}", columns, rows))
     console.print(
         f"seeds: runs that came to their end; final accuracy: mean of the last {last} evaluation{'s' if last > 1 else ''}; "
-        "area: mean of the learning curve by trapezoids; explained variance: of the Monte-Carlo return, mean over a run and "
-        f"seeds; stable: no failure, no NaN, no fall of over {rule.max_drop:g} below the best evaluation before, approx_kl at "
+        "area: mean of the learning curve by trapezoids; explained variance: of the Monte-Carlo return by what the transport "
+        f"read, mean over a run and seeds; stable: no failure, no NaN, no fall of over {rule.max_drop:g} below the best evaluation before, approx_kl at "
         f"most {rule.max_kl:g}",
         highlight=False,
     )

@@ -179,14 +179,14 @@ class Collector:
         credit, seen = self._credit(rollout, iteration), rollout
         if recipe.critic is not None and credit.value_targets is not None:
             with blamed_on(f"critic '{recipe.critic.use}' (baseline)", iteration):
-                other = recipe.critic.baseline(rollout, credit.value_targets)
+                other = recipe.critic.baseline(rollout, credit.value_targets, recipe.reward_bounds)
             if other is not None:
                 credit, seen = self._credit(other, iteration), other
         lessons: list[Minibatch] = []
         if traces and credit.value_targets is not None:
             lessons = self._lessons(Lesson.of(rollout, credit.value_targets), plan[ranks.rank], traces) + repeated
         updates = self._updates(rollout, credit, lessons, plan[ranks.rank], iteration, seed("minibatches"))
-        metrics = self._metrics(rollout, credit, scores) | cost
+        metrics = self._metrics(rollout, credit, scores, seen) | cost
         stage("update")
         metrics |= branched | {f"evidence/{name}": float(count) for name, count in errors.items()}
         metrics |= {f"time/{name}": after - before for (name, before), (_, after) in pairwise(clock)}
@@ -424,7 +424,8 @@ class Collector:
             rollout.logprobs, rollout.rollout_logprobs, rollout.mask, g.correction, g.correction_level, g.correction_bound
         )
 
-    def _metrics(self, rollout: Rollout, credit: Credit, scores: Tensor) -> dict[str, float]:
+    def _metrics(self, rollout: Rollout, credit: Credit, scores: Tensor, seen: Rollout) -> dict[str, float]:
+        """seen: the rollout as the transport saw it, with another baseline than the critic's values where it is another."""
         mask, tokens = rollout.mask, rollout.attention_mask[:, rollout.prompt_width :].sum(1).float()
         mean = lambda x: float(masked_mean_std(x, mask)[0])  # noqa: E731
         kept = rollout.valid
@@ -460,6 +461,8 @@ class Collector:
                 "critic/explained_variance_of_target": explained_variance(rollout.values, credit.value_targets, mask),
                 "critic/value": mean(rollout.values),
             }
+            if seen is not rollout and seen.values is not None:
+                metrics["baseline/explained_variance"] = explained_variance(seen.values, monte_carlo, mask)
         if "value_disagreement" in rollout.stats:
             metrics["critic/disagreement"] = mean(rollout.stats["value_disagreement"])
         return metrics
