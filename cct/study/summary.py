@@ -209,8 +209,8 @@ def print_tables(study: Study, results: Mapping[str, Any], console: Console) -> 
     console.print(
         f"seeds: runs that came to their end; final accuracy: mean of the last {last} evaluation{'s' if last > 1 else ''}; "
         "area: mean of the learning curve by trapezoids; explained variance: of the Monte-Carlo return by what the transport "
-        f"read, mean over a run and seeds; stable: no failure, no NaN, no fall of over {rule.max_drop:g} below the best evaluation before, approx_kl at "
-        f"most {rule.max_kl:g}",
+        f"read, mean over a run and seeds; stable: no failure, no NaN, no fall of over {rule.max_drop:g} below the best "
+        f"evaluation before, approx_kl at most {rule.max_kl:g}",
         highlight=False,
     )
 
