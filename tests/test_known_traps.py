@@ -24,8 +24,9 @@ from cct.loading import load_recipe
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Prompt, Response
 from cct.training.agent import Agent
+from cct.training.batching import Minibatch
 from cct.training.building import build
-from cct.training.collect import Collector, Iteration, Minibatch
+from cct.training.collect import Collector, Iteration
 from cct.training.rows import judge
 from cct.training.run import resume
 from cct.training.stopped import TrainingStopped

@@ -1,13 +1,37 @@
-"""Which responses go through the model together: no number changes by it, only what padding costs."""
+"""Minibatches, and which responses go through the model together: no number changes by it, only what padding costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from cct.rollout import Trace
+
 Size = tuple[int, int]  # tokens of a response, and of its prompt
+
+
+@dataclass
+class Minibatch:
+    """Rows for one forward and backward. Weights are taken over the whole minibatch, before it is split into these."""
+
+    input_ids: Tensor  # [B, S]
+    attention_mask: Tensor  # [B, S]
+    mask: Tensor  # [B, T]
+    token_weights: Tensor  # [B, T] 1 / tokens of the minibatch: of the critic's loss and of metrics
+    # --- for the critic
+    trace: Trace | None = None  # set: the critic learns from it; None: the policy learns
+    numbers: Tensor | None = None  # [B] of each response among those to its prompt in its iteration
+    value_targets: Tensor | None = None  # [B, T]
+    # --- for the policy
+    loss_weights: Tensor | None = None  # [B, T] of its loss, by the geometry's aggregation and correction
+    advantages: Tensor | None = None  # [B, T]
+    logprobs: Tensor | None = None  # [B, T] of the behaviour policy, which the ratio is to; None: it is the one that learns
+    marked: Tensor | None = None  # [B, T] tokens that the geometry chose from the whole minibatch
+    reference_logprobs: Tensor | None = None  # [B, T]
+    read_before: bool = True  # by a behaviour forward; without one the update's own has to tell the entropy
 
 
 def micro_batches(

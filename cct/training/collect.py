@@ -25,7 +25,7 @@ from cct.rollout import Credit, Rollout, Trace, derive_seed
 from cct.transport.functional import explained_variance, gated_gae, masked_mean_std
 
 from .agent import Agent
-from .batching import micro_batches, trimmed
+from .batching import Minibatch, micro_batches, trimmed
 from .lessons import Lesson
 from .ranks import Ranks
 from .rows import Row, branch, greedy_scores, sample_rows
@@ -33,27 +33,6 @@ from .stopped import TrainingStopped, blamed_on
 
 # Share of the old running mean and deviation of a statistic kept at each iteration: follows the policy within ~10 iterations.
 MOMENTS_DECAY = 0.9
-
-
-@dataclass
-class Minibatch:
-    """Rows for one forward and backward. Weights are taken over the whole minibatch, before it is split into these."""
-
-    input_ids: Tensor  # [B, S]
-    attention_mask: Tensor  # [B, S]
-    mask: Tensor  # [B, T]
-    token_weights: Tensor  # [B, T] 1 / tokens of the minibatch: of the critic's loss and of metrics
-    # --- for the critic
-    trace: Trace | None = None  # set: the critic learns from it; None: the policy learns
-    numbers: Tensor | None = None  # [B] of each response among those to its prompt in its iteration
-    value_targets: Tensor | None = None  # [B, T]
-    # --- for the policy
-    loss_weights: Tensor | None = None  # [B, T] of its loss, by the geometry's aggregation and correction
-    advantages: Tensor | None = None  # [B, T]
-    logprobs: Tensor | None = None  # [B, T] of the behaviour policy, which the ratio is to; None: it is the one that learns
-    marked: Tensor | None = None  # [B, T] tokens that the geometry chose from the whole minibatch
-    reference_logprobs: Tensor | None = None  # [B, T]
-    read_before: bool = True  # by a behaviour forward; without one the update's own has to tell the entropy
 
 
 @dataclass
@@ -138,7 +117,7 @@ class Collector:
 
     def collect(self, iteration: int, sampled: tuple[list[Row], Counter[str]] | None = None) -> Iteration:
         """Iteration number 1, 2, ...; 0 and below are the critic's warm-up. sampled: what `sample` gave, where it was asked."""
-        recipe, ranks = self.recipe, Ranks.current()
+        recipe, ranks, size = self.recipe, Ranks.current(), self.recipe.training.minibatch_size
         clock, started = list[tuple[str, float]](), time.perf_counter()
 
         def stage(name: str) -> None:
@@ -171,7 +150,9 @@ class Collector:
             stage("behaviour")
             rollout, traces = self._read(rollout, plan, ranks)
         repeated = [
-            batch for lesson, each in zip(self.past, plans, strict=True) for batch in self._repeat(lesson, each[ranks.rank])
+            batch
+            for lesson, each in zip(self.past, plans, strict=True)
+            for batch in lesson.minibatches(each[ranks.rank], lesson.read_by(self.agent, each[ranks.rank]), size)
         ]
         scores = rollout.scores  # of the evidence alone
         rollout, cost = self._kl_in_reward(rollout)
@@ -184,7 +165,7 @@ class Collector:
                 credit, seen = self._credit(other, iteration), other
         lessons: list[Minibatch] = []
         if traces and credit.value_targets is not None:
-            lessons = self._lessons(Lesson.of(rollout, credit.value_targets), plan[ranks.rank], traces) + repeated
+            lessons = Lesson.of(rollout, credit.value_targets).minibatches(plan[ranks.rank], traces, size) + repeated
         updates = self._updates(rollout, credit, lessons, plan[ranks.rank], iteration, seed("minibatches"))
         metrics = self._metrics(rollout, credit, scores, seen) | cost
         stage("update")
@@ -198,8 +179,7 @@ class Collector:
             Sample(row.prompt.text, row.response.text, sum(row.rewards), advantage[number], row.response.finished)
             for number, row in enumerate(rows[: recipe.logging.samples])
         ]
-        minibatches = len(rows) // recipe.training.minibatch_size
-        return Iteration(started, seen, ordered, credit, updates, len(plan[0]) // minibatches, samples, metrics)
+        return Iteration(started, seen, ordered, credit, updates, len(plan[0]) // (len(rows) // size), samples, metrics)
 
     @property
     def _reads_before(self) -> bool:
@@ -302,37 +282,6 @@ class Collector:
             cut = after * rollout.truncated if self.recipe.training.bootstrap_truncated else None
             read = read.replace(values=values[:, :-1], bootstrap=cut)
         return read, [reading.trace for reading in readings if reading.trace is not None]
-
-    @torch.no_grad()
-    def _repeat(self, lesson: Lesson, mine: list[list[int]]) -> list[Minibatch]:
-        """A lesson of the past, as the present policy reads it."""
-        traces = []
-        for rows in mine:
-            columns, narrow = trimmed(lesson, rows)
-            ids, attention_mask = lesson.input_ids[rows, columns], lesson.attention_mask[rows, columns]
-            trace = self.agent(ids, attention_mask, narrow, with_critic=True).trace
-            assert trace is not None
-            traces.append(trace)
-        return self._lessons(lesson, mine, traces)
-
-    def _lessons(self, lesson: Lesson, mine: list[list[int]], traces: list[Trace]) -> list[Minibatch]:
-        """For the critic: a process's part of each minibatch, those of one minibatch together."""
-        weights = torch.cat([aggregation_weights(mask) for mask in lesson.mask.split(self.recipe.training.minibatch_size)])
-        found = []
-        for rows, trace in zip(mine, traces, strict=True):
-            columns, width = trimmed(lesson, rows)
-            found.append(
-                Minibatch(
-                    lesson.input_ids[rows, columns],
-                    lesson.attention_mask[rows, columns],
-                    lesson.mask[rows, :width],
-                    weights[rows, :width],
-                    trace,
-                    lesson.numbers[rows],
-                    lesson.targets[rows, :width],
-                )
-            )
-        return found
 
     def _kl_in_reward(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
         """Each token pays its KL to the reference policy, with `geometry.kl_in_reward`; and the mean of what was estimated."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 from cct.critic.functional import rank_in_group
-from cct.rollout import Rollout
+from cct.geometry.functional import aggregation_weights
+from cct.rollout import Rollout, Trace
 
-from .batching import Size
+from .agent import Agent
+from .batching import Minibatch, Size, trimmed
 
 
 @dataclass(frozen=True)
@@ -42,3 +46,33 @@ class Lesson:
         return list(
             zip(self.attention_mask[:, prompt:].sum(1).tolist(), self.attention_mask[:, :prompt].sum(1).tolist(), strict=True)
         )
+
+    @torch.no_grad()
+    def read_by(self, agent: Agent, mine: Sequence[list[int]]) -> list[Trace]:
+        """What the critic reads as the present policy makes it, for the rows of each of a process's forwards."""
+        traces = []
+        for rows in mine:
+            columns, width = trimmed(self, rows)
+            trace = agent(self.input_ids[rows, columns], self.attention_mask[rows, columns], width, with_critic=True).trace
+            assert trace is not None
+            traces.append(trace)
+        return traces
+
+    def minibatches(self, mine: Sequence[list[int]], traces: Sequence[Trace], size: int) -> list[Minibatch]:
+        """A process's part of each minibatch of so many responses, those of one minibatch together."""
+        weights = torch.cat([aggregation_weights(mask) for mask in self.mask.split(size)])
+        found = []
+        for rows, trace in zip(mine, traces, strict=True):
+            columns, width = trimmed(self, rows)
+            found.append(
+                Minibatch(
+                    self.input_ids[rows, columns],
+                    self.attention_mask[rows, columns],
+                    self.mask[rows, :width],
+                    weights[rows, :width],
+                    trace,
+                    self.numbers[rows],
+                    self.targets[rows, :width],
+                )
+            )
+        return found

@@ -20,7 +20,8 @@ from cct.recipe import Recipe
 from cct.registry import described
 
 from .agent import Agent
-from .collect import Collector, Iteration, Minibatch
+from .batching import Minibatch
+from .collect import Collector, Iteration
 from .lessons import Lesson
 from .ranks import Ranks
 from .stopped import TrainingStopped, blamed_on
