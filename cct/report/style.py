@@ -42,7 +42,7 @@ svg .name{font-size:12px}
 .zero{stroke:var(--soft);stroke-width:1;fill:none;stroke-dasharray:3 3}
 .shade{fill:var(--ink);opacity:.05}
 .line{fill:none;stroke-width:1.8;stroke-linejoin:round}
-.band{opacity:.16;stroke:none}
+.band{stroke:none}
 .point{stroke:var(--ground);stroke-width:1}
 .touch{opacity:0}
 .touch:hover{opacity:.6}

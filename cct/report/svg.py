@@ -15,6 +15,7 @@ from itertools import pairwise
 WIDTH, HEIGHT = 380, 244
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 24, 40
 COLOURS = 8
+BAND = 0.2  # opacity of one band, or of two
 MOST_POINTS = 300  # of a line whose points say their numbers, so that the page of a long run stays light
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # one more each time the colours begin again
 
@@ -113,15 +114,17 @@ def lines(
         parts.insert(0, f'<rect class="shade" {at}/>')
     if zero:
         parts.append(f'<path class="zero" d="M{LEFT} {frame.y(0):.1f}H{WIDTH - RIGHT}"/>')
-    for one in series:
-        colour, dash = f"c{one.colour % COLOURS}", DASHES[one.colour // COLOURS % len(DASHES)]
+    opacity = BAND * min(1.0, 2 / len(series))  # many bands over each other are still seen through
+    for one in series:  # under every line
         if one.low is not None and one.high is not None:
-            band = [
-                (x, a, b) for x, a, b in zip(one.x, one.low, one.high, strict=True) if math.isfinite(a) and math.isfinite(b)
-            ]
+            ends = zip(one.x, one.low, one.high, strict=True)
+            band = [(x, a, b) for x, a, b in ends if math.isfinite(a) and math.isfinite(b)]
             there = "L".join(f"{frame.x(x):.1f} {frame.y(b):.1f}" for x, _, b in band)
             back = "L".join(f"{frame.x(x):.1f} {frame.y(a):.1f}" for x, a, _ in reversed(band))
-            parts.append(f'<path class="band {colour}" d="M{there}L{back}Z"/>' if band else "")
+            drawn = f'<path class="band c{one.colour % COLOURS}" style="opacity:{opacity:.3f}" d="M{there}L{back}Z"/>'
+            parts.append(drawn if band else "")
+    for one in series:
+        colour, dash = f"c{one.colour % COLOURS}", DASHES[one.colour // COLOURS % len(DASHES)]
         parts.append(f'<path class="line {colour}" stroke-dasharray="{dash}" d="{_path(frame, one)}"/>')
         kind, radius = ("point", 2.5) if one.points or len(one.x) == 1 else ("touch", 5)
         for x, y in zip(one.x, one.y, strict=True) if len(one.x) <= MOST_POINTS else ():
