@@ -242,6 +242,11 @@ def study(folder, settings=("",)):
         "comparisons": [
             {"metric": "final_accuracy", "setting": setting, **one, "p_holm": 0.02} for setting in settings for one in compared
         ],
+        "courses": [
+            {"name": "compo - gae", "setting": setting, "iteration": n, "mean": mean, "low": low, "high": high, "n": 2}
+            for setting in settings
+            for n, mean, low, high in ((0, 0.0, None, None), (1, 0.1, -2.5, 2.7), (2, 0.3, 0.25, 0.35))
+        ],
         "stability": {
             "counts": [{"arm": arm, "stable": 1 if arm == "gae" else 2, "of": 2} for arm in ARMS],
             "fisher": [{"a": "compo", "b": "gae", "p": 1.0, "p_holm": 1.0}],
@@ -266,7 +271,11 @@ def test_the_page_of_a_study(tmp_path):
     page = parsed(folder / "report.html")
     assert page.texts["h1"] == ["Study a < b"]
     assert page.texts["h2"] == ["Learning curves", "Arms", "Differences within seeds", "Interactions", "Stability"]
-    assert page.count("path", "band") == 4 + 1  # accuracy of every arm, explained variance of one
+    assert page.count("path", "band") == 4 + 1 + 1  # accuracy of every arm, explained variance of one, and a difference
+    assert "compo \N{MINUS SIGN} gae" in page.texts["figcaption"]
+    bands = [a["d"] for t, a in page.tags if t == "path" and "band" in a.get("class", "")]
+    heights = [float(pair.split()[1]) for band in bands for pair in band.strip("MZ").split("L")]
+    assert min(heights) >= 0 and max(heights) <= 244  # an interval wider than accuracies can differ stays in the picture
     told = page.texts["td"]
     assert "0.800 [0.750, 0.850]" in told and "+0.300 [+0.250, +0.350]" in told and "1 of 2" in told
     assert page.count("circle", "clear") == 1 and page.count("circle", "unclear") == 1  # 0.3 leaves out 0, 0.0 does not
@@ -278,8 +287,12 @@ def test_the_page_of_a_study(tmp_path):
 def test_a_grid_has_a_heat_map(tmp_path):
     page = parsed(write_report([study(tmp_path / "study", ("lr1", "lr2"))])[0])
     heat = [a for t, a in page.tags if t == "td" and "heat" in a.get("class", "")]
-    assert len(heat) == 8 and [a["style"] for a in heat].count("--heat:50%") == 2  # gae, one seed of two
+    styles = [a["style"] for a in heat]
+    assert styles[:8].count("--heat:50%") == 2  # gae, one seed of two
     assert page.texts["td"].count("2/2") >= 6
+    first = page.texts["td"].index("0.50")
+    assert page.texts["td"][first : first + 8] == ["0.50"] * 2 + ["0.60"] * 2 + ["0.70"] * 2 + ["0.80"] * 2
+    assert styles[8:] == [f"--heat:{n}%" for n in (50, 50, 60, 60, 70, 70, 80, 80)]
 
 
 ONE, NOTHING = {"value": 0.5, "low": 0.25, "high": 0.75}, {"value": None, "low": None, "high": None}

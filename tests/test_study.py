@@ -449,6 +449,9 @@ def test_results_and_table_of_cells_come_from_the_files(tmp_path):
         {"arm": "rloo", "stable": 2, "of": 3},
     ]
     assert [cell["unstable"] for cell in results["cells"] if cell["unstable"]] == [["approx_kl 0.2"]]
+    courses = [(row["name"], row["iteration"], row["n"], round(row["mean"], 12)) for row in results["courses"]]
+    assert courses == [("rloo - grpo", 0, 3, 0.0), ("rloo - grpo", 10, 3, 0.0), ("rloo - grpo", 20, 3, 0.2)]
+    assert results["courses"][-1]["high"] == pytest.approx(0.2 + 4.3027 * 0.1 / 3**0.5, abs=1e-4)
     lines = (tmp_path / "made" / "cells.csv").read_text().splitlines()
     assert len(lines) == 1 + 6 * 3 and lines[0].startswith("arm,setting,seed,iteration,eval/accuracy")
     assert lines[1].startswith("grpo,,0,0,0.2,")

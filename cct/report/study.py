@@ -65,7 +65,7 @@ def study_report(folder: Path) -> Report:
         tables["Differences within seeds"] = whole = _differences(results, grid, every)
         some = _differences(results, grid, main)
         rest = f"<details><summary>All metrics</summary>{whole.html()}</details>" if others else ""
-        sections.append(Section("Differences within seeds", _forests(results, main) + some.html() + rest))
+        sections.append(Section("Differences within seeds", _forests(results, main) + _courses(results) + some.html() + rest))
     if squares := _interactions(results):
         sections.append(Section("Interactions", f'<div class="charts">{squares}</div>'))
     tables["Stability"] = _counts(results)
@@ -189,6 +189,29 @@ def _forests(results: Mapping[str, Any], metrics: Sequence[str]) -> str:
     return "".join(f'<div class="scroll">{plot}</div>' for plot in plots) + note
 
 
+def _courses(results: Mapping[str, Any]) -> str:
+    """A small chart for each comparison: they would hide each other in one."""
+    pairs = list(dict.fromkeys((row["name"], row["setting"]) for row in results.get("courses", ())))
+    rows = {pair: [row for row in results["courses"] if (row["name"], row["setting"]) == pair] for pair in pairs}
+    ends = [row[end] for found in rows.values() for row in found for end in ("low", "high", "mean") if row[end] is not None]
+    over = max(-1.0, min([0.0, *ends])), min(1.0, max([0.0, *ends]))  # of all of them
+    charts = []
+    for name, setting in pairs:
+        here = rows[name, setting]
+        mean, low, high = (
+            [math.nan if row[end] is None else min(1.0, max(-1.0, row[end])) for row in here] for end in ("mean", "low", "high")
+        )
+        series = Series(name, [float(row["iteration"]) for row in here], mean, low, high, True)
+        caption = _named(name.replace(" - ", " \N{MINUS SIGN} "), setting)
+        charts.append(
+            lines(caption, [series], x_label="iteration", y_label="difference of held-out accuracy", y_range=over, zero=True)
+        )
+    if not charts:
+        return ""
+    note = f"Bands: {results['level']:.0%} t interval at each evaluation by itself."
+    return f'<div class="charts">{"".join(charts)}</div><p class="note">{note}</p>'
+
+
 def _short(row: Mapping[str, Any]) -> str:
     """A difference as it is written, an interaction by what stands before its formula."""
     return row["name"] if row["kind"] == "difference" else f"{row['name'].partition(': ')[0]} (interaction)"
@@ -219,7 +242,11 @@ def _grid(results: Mapping[str, Any], arms: Sequence[str], settings: Sequence[st
         judged = {s: [x for x in found if x is not None] for s, found in told.items()}
         values.append([sum(found) / len(found) if found else math.nan for found in judged.values()])
         shown.append([f"{sum(found)}/{len(found)}" if found else "\N{EN DASH}" for found in judged.values()])
-    return heat_map("Stable seeds of each setting", arms, settings, values, shown, low=0.0, high=1.0)
+    stable = heat_map("Stable seeds of each setting", arms, settings, values, shown, low=0.0, high=1.0)
+    reached = {(row["arm"], row["setting"]): row["mean"] for row in results["arms"] if row["metric"] == "final_accuracy"}
+    values = [[math.nan if reached[arm, s] is None else reached[arm, s] for s in settings] for arm in arms]
+    shown = [["\N{EN DASH}" if math.isnan(x) else f"{x:.2f}" for x in row] for row in values]
+    return stable + heat_map("Final held-out accuracy of each setting", arms, settings, values, shown, low=0.0, high=1.0)
 
 
 def _counts(results: Mapping[str, Any]) -> Table:

@@ -66,6 +66,7 @@ def summarise(study: Study, works: Sequence[Work]) -> dict[str, Any]:
             for (arm, setting), values in found.items()
         ],
         "comparisons": [row for name in metrics for row in _comparisons(study, by_metric[name], name)],
+        "courses": _courses(study, works),
         "stability": _stability(study, cells),
     }
     return _without_nan(results)
@@ -132,6 +133,24 @@ def _comparisons(study: Study, values: Mapping[tuple[str, str], dict[int, float]
             found.append((what, interaction(at[a], at[b], at[c], at[d])))
     adjusted = holm([each.p for _, each in found])
     return [{"metric": metric, **what, **asdict(each), "p_holm": p} for (what, each), p in zip(found, adjusted, strict=True)]
+
+
+def _courses(study: Study, works: Sequence[Work]) -> list[dict[str, Any]]:
+    """Of each compared pair the difference of held-out accuracy within seeds at every evaluation that both have: no tests."""
+    at: dict[tuple[str, str], dict[int, dict[int, float]]] = {}  # arm and setting -> iteration -> seed -> accuracy
+    for work in works:
+        for event in work.events:
+            if "eval/accuracy" in event:
+                course = at.setdefault((work.cell.arm, work.cell.setting), {}).setdefault(event["iteration"], {})
+                course[work.cell.seed] = event["eval/accuracy"]
+    found = []
+    for setting in study.settings if len(study.seeds) > 1 else ():
+        for a, b in study.compare:
+            one, other = at.get((a, setting), {}), at.get((b, setting), {})
+            for iteration in sorted(one.keys() & other.keys()):
+                difference = asdict(paired_difference(one[iteration], other[iteration]))
+                found.append({"name": f"{a} - {b}", "setting": setting, "iteration": iteration, **difference})
+    return found
 
 
 def _stability(study: Study, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
