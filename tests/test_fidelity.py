@@ -246,7 +246,11 @@ def test_what_the_critic_learnt_is_read_in_other_ways(finished):
         np.testing.assert_allclose(
             found.credit[f"gae with {way}"], [float(credit[row, t]) for _, row, t in found.places], atol=1e-6
         )
+        metrics = collector.collect(iteration + 1).metrics
+        assert found.explained[f"gae with {way}"] == pytest.approx(metrics["baseline/explained_variance"], abs=1e-6)
+        assert found.explained["gae"] == pytest.approx(metrics["critic/explained_variance"], abs=1e-6)
     assert len({found.credit[name].tobytes() for name in found.credit}) == 7
+    assert math.isnan(found.explained["grpo"]) and summary(found)["transports"]["grpo"]["explained_variance"] is None
 
 
 def test_a_transport_gets_what_it_asks_to_be_sampled(finished):

@@ -300,7 +300,7 @@ SCORES = {"critic": "tac", "rank_correlation": ONE, "sign_agreement": NOTHING, "
 FIDELITY = {
     "critic": "tac", "iteration": 2, "positions": 10, "prompts": 4, "continuations": 8, "below": 0.95, "undecided_tokens": 30,
     "truth": {"ceiling": ONE, "split_half": ONE, "surely_not_0": 0, "p_below": 0.01, "variance": 0.1},
-    "transports": {"comp_gae (the run's own)": SCORES},
+    "transports": {"comp_gae (the run's own)": SCORES | {"explained_variance": 0.125}},
 }  # fmt: skip
 
 
@@ -311,7 +311,7 @@ def test_a_study_shows_the_fidelity_of_its_cells(tmp_path):
     (folder / "results.json").write_text(json.dumps(results))
     page = parsed(write_report([folder])[0])
     assert page.texts["h2"][-1] == "Fidelity of credit" and "compo, seed 1" in page.texts["text"]
-    assert "0.5 [0.25, 0.75]" in page.texts["td"] and "compo, seed 1" in page.texts["td"]
+    assert {"0.5 [0.25, 0.75]", "0.125"} <= set(page.texts["td"]) and "compo, seed 1" in page.texts["td"]
 
 
 def test_a_run_shows_its_fidelity(finished, tmp_path):
@@ -320,7 +320,7 @@ def test_a_run_shows_its_fidelity(finished, tmp_path):
     (folder / "fidelity.json").write_text(json.dumps(FIDELITY | {"transports": {"gae": SCORES, "grpo": SCORES}}))
     page = parsed(write_report([folder])[0])
     assert "Fidelity of credit" in page.texts["h2"] and {"gae", "grpo", "ceiling"} <= set(page.texts["text"])
-    assert "| compo | grpo | tac | 0.5 [0.25, 0.75] | \N{EN DASH} |" in (folder / "report.md").read_text()
+    assert "| compo | grpo | tac | \N{EN DASH} | 0.5 [0.25, 0.75] | \N{EN DASH} |" in (folder / "report.md").read_text()
 
 
 def test_a_study_is_named_alone(tmp_path):

@@ -32,6 +32,7 @@ from cct.transport import Transport
 from .scores import Array, Truth, branched_advantage
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXPLAINED = ("baseline/explained_variance", "critic/explained_variance")  # the first that there is, as the transport read it
 DIGITS = 6  # after the point: what differs by less is equal, and shares its rank
 
 
@@ -51,6 +52,8 @@ class Measured:
     """transport, under another critic with its name -> [N], the run's own first."""
     critics: dict[str, str | None]
     """Which of them each transport read."""
+    explained: dict[str, float]
+    """How much of the Monte-Carlo return's variance the values did that it read; NaN where it read none."""
     places: list[tuple[int, int, int]]
     """Iteration, row and token of each position."""
     responses: int
@@ -101,6 +104,7 @@ def measure(
     base.moments = moments
     try:
         credit: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
+        explained: dict[str, list[float]] = {name: [] for name in variants}
         rows, masks = list[list[Row]](), list[torch.Tensor]()
         for number in range(iteration + 1, iteration + 1 + batches):
             on_stage(f"sampling iteration {number}")
@@ -110,6 +114,8 @@ def measure(
                 collector.moments = moments
                 collected = collector.collect(number, sampled)
                 credit[name].append(collected.credit.advantages.cpu())
+                by = [collected.metrics[metric] for metric in EXPLAINED if metric in collected.metrics]
+                explained[name].append(by[0] if by else math.nan)
             rows.append(collected.rows)
             masks.append(collected.rollout.mask.cpu())
         drawn, undecided = _positions(rows, masks, positions, below, derive_seed(base.recipe.seed, "fidelity positions"))
@@ -140,6 +146,7 @@ def measure(
         Truth(advantage, (half, other), p, cluster),
         {name: np.array([float(parts[b][row, t]) for b, row, t in drawn]).round(DIGITS) for name, parts in credit.items()},
         {name: variant.critic.use if variant.critic else None for name, variant in variants.items()},
+        {name: sum(values) / len(values) for name, values in explained.items()},
         [(iteration + 1 + b, row, t) for b, row, t in drawn],
         sum(map(len, rows)),
         sum(int(mask.sum()) for mask in masks),

@@ -26,7 +26,7 @@ def summary(measured: Measured) -> dict[str, Any]:
     truth, own = measured.truth, next(iter(measured.credit.values()))
     transports = {}
     for name, credit in measured.credit.items():
-        found: dict[str, Any] = {"critic": measured.critics.get(name)}
+        found: dict[str, Any] = {"critic": measured.critics.get(name), "explained_variance": measured.explained.get(name)}
         found |= {score: asdict(with_interval(of, credit, truth)) for score, of in SCORES.items()}
         if credit is not own:
             found["rank_correlation_minus_own"] = asdict(difference(credit, own, truth))
@@ -90,7 +90,8 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
         output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     console.print(table(found))
     console.print(
-        "Credit against Q(s, a) - V(s) by continuing responses before and after a token. Rank correlation: Spearman's; "
+        "Explained variance: of the Monte-Carlo return, by the values that the transport read. The others: credit against "
+        "Q(s, a) - V(s) by continuing responses before and after a token. Rank correlation: Spearman's; "
         "exact knowledge of the advantage would reach the ceiling. Same sign: where the advantage is surely not 0. Bias, "
         "variance: of credit / scale around the advantage, in units of reward and its square; the scale makes credit the "
         f"advantage plus a constant and noise. [{LEVEL:.0%} intervals, bootstrap over prompts]",
@@ -117,7 +118,8 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
     if runs:
         result.add_column("run, critic", overflow="fold")
     result.add_column("transport", overflow="fold")
-    for column in ("rank correlation", *(["minus own"] if pairs else []), "same sign", "bias", "variance"):
+    minus = ["minus own"] if pairs else []
+    for column in ("explained variance", "rank correlation", *minus, "same sign", "bias", "variance"):
         result.add_column(column, justify="right")
     for one in found:
         run = [f"{one['source']}, {one['critic']}"] if runs else []
@@ -126,18 +128,20 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
             result.add_row(
                 *run,
                 name,
+                _number(scores["explained_variance"]),
                 _shown(scores["rank_correlation"]),
                 *([_shown(less) if less else ""] if pairs else []),
                 *(_shown(scores[score]) for score in ("sign_agreement", "bias", "variance")),
             )
-        ceiling = [_shown(one["truth"]["ceiling"]), *([""] if pairs else []), f"of {one['truth']['surely_not_0']}", "", ""]
+        ceiling = ["", _shown(one["truth"]["ceiling"]), *([""] if pairs else []), f"of {one['truth']['surely_not_0']}", "", ""]
         result.add_row(*run, "ceiling", *ceiling, style="dim", end_section=True)
     return result
 
 
-def _shown(estimate: dict[str, float | None]) -> str:
-    def number(x: float | None) -> str:
-        return "-" if x is None else f"{x:.2g}" if abs(x) < 0.1 else f"{x:.2f}"
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.2g}" if abs(x) < 0.1 else f"{x:.2f}"
 
-    value, low, high = map(number, (estimate["value"], estimate["low"], estimate["high"]))
+
+def _shown(estimate: dict[str, float | None]) -> str:
+    value, low, high = map(_number, (estimate["value"], estimate["low"], estimate["high"]))
     return f"{value} [{low}, {high}]" if value != "-" else "-"

@@ -30,9 +30,11 @@ def fidelity_section(found: Sequence[tuple[str, dict[str, Any]]], *, named: bool
             only = len(one["transports"]) == 1
             label = name if only and named else f"{name}: {transport}" if named else transport
             intervals.append(_interval(label, scores["rank_correlation"]))
-            rows.append([name, transport, scores["critic"] or "none", *(_shown(scores[score]) for score in SCORES)])
+            explained = scores.get("explained_variance")
+            read = [scores["critic"] or "none", "\N{EN DASH}" if explained is None else number(explained)]
+            rows.append([name, transport, *read, *(_shown(scores[score]) for score in SCORES)])
         truth = one["truth"]
-        rows.append([name, "exact knowledge", "", _shown(truth["ceiling"]), "", "", "", ""])
+        rows.append([name, "exact knowledge", "", "", _shown(truth["ceiling"]), "", "", "", ""])
         intervals.append(_interval(f"{name}: ceiling" if named else "ceiling", truth["ceiling"]))
         notes.append(
             f"{name}: after iteration {one['iteration']}, {one['positions']} of the {one['undecided_tokens']:,} tokens sampled "
@@ -40,7 +42,7 @@ def fidelity_section(found: Sequence[tuple[str, dict[str, Any]]], *, named: bool
             f"continuations before and after each. The advantage is surely not 0 (p below {truth['p_below']:g}) at "
             f"{truth['surely_not_0']} of them; halves of the truth correlate {_shown(truth['split_half'])}."
         )
-    table = Table(["run", "transport", "critic", *SCORES.values()], rows, texts=3)
+    table = Table(["run", "transport", "critic", "explained variance", *SCORES.values()], rows, texts=3)
     plot = forest(
         "Rank correlation of credit with the true advantage",
         intervals,
