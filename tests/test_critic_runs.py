@@ -8,10 +8,12 @@ from conftest import make_mask, make_rollout
 from test_training import assert_same_tensors, collected, final_state, run, tiny
 from torch.testing import assert_close
 
+from cct.critic import critics
 from cct.critic.functional import group_mean
 from cct.recipe import RecipeError
 from cct.training.folder import read_metrics
 from cct.training.module import CreditModule
+from cct.training.stopped import TrainingStopped
 from cct.transport import explained_variance, gated_gae, transports
 
 KINDS = {
@@ -93,6 +95,36 @@ def test_the_transport_reads_values_between_the_group_s_target_and_the_critic_s(
     )
     assert_close(mixed.credit.advantages, expected[0])
     assert_close(mixed.credit.value_targets, expected[1])
+
+
+def test_the_transport_reads_the_critic_s_shape_at_the_group_s_level():
+    """Rewards from -1 to 2, so that log-odds are of that range."""
+    right, small = "{use: exact_match, pattern: (.), weight: 2}", "{use: format, pattern: '[0-4]', match: contains, weight: -1}"
+    knobs = ["transport={use: gae, whiten: false}", "generation.max_new_tokens=4", f"evidence=[{right}, {small}]"]
+    _, alone = collected(tiny("gae", *knobs, "critic={use: tac, width: 16}"))
+    _, level = collected(tiny("gae", *knobs, "critic={use: group_level, of: {use: tac, width: 16}, prior: 2}"))
+    values, targets, rewards = alone.rollout.values, alone.credit.value_targets, alone.rollout.rewards.sum(1)
+    assert rewards.min() < 0 or rewards.max() > 1
+    for row, group in enumerate(alone.rollout.groups.tolist()):
+        others = [float(targets[i, 0]) for i, g in enumerate(alone.rollout.groups.tolist()) if g == group and i != row]
+        first = float(values[row, 0])
+        wanted = (sum(others) + 2 * first) / (len(others) + 2)
+        odds = lambda x: (x + 1) / (2 - x)  # noqa: E731
+        shifted = odds(values[row].double()) * odds(wanted) / odds(first)
+        assert_close(level.rollout.values[row].double(), (2 * shifted - 1) / (1 + shifted), atol=1e-4, rtol=0)
+
+
+class Odd(critics["value_head"]):
+    """Its baseline is its values alone, which is no rollout."""
+
+    def baseline(self, rollout, targets, bounds):
+        return rollout.values
+
+
+def test_a_baseline_that_is_no_rollout_stops_the_run():
+    recipe = tiny("gae", "critic=value_head").model_copy(update={"critic": Odd()})
+    with pytest.raises(TrainingStopped, match="'value_head' returned a tensor of .* as its baseline; expected the rollout"):
+        collected(recipe)
 
 
 def test_a_whole_weight_is_the_critic_bit_for_bit(tmp_path):

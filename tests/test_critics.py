@@ -419,6 +419,8 @@ def test_only_some_critics_stand_in_others():
     for outer, inner in itertools.product((mini, mean, level), (mean, level)):
         with pytest.raises(ValidationError, match="single critics|the group's say in it already"):
             outer(of=inner())
+    with pytest.raises(ValidationError, match="^.*\n.*group_level is of a critic by itself, and 'group_mean' has"):
+        level(of=mean())
     with pytest.raises(ValidationError, match="single critics"):
         mini(of=mini())
     assert all(kind().bounded for kind in (critics["tac"], mini, mean, level))

@@ -210,7 +210,9 @@ def test_an_oracle_scores_one_and_noise_nothing(finished):
     np.testing.assert_array_equal(first.credit[own], again.credit[own])
     assert not np.array_equal(first.truth.advantage, measure(finished, [], **knobs, seed=5).truth.advantage)
     draws = np.random.default_rng(0).normal(size=200)
-    scores = summary(replace(first, credit={"oracle": first.truth.advantage, "noise": draws}))["transports"]
+    credit, none = {"oracle": first.truth.advantage, "noise": draws}, {"oracle": None, "noise": None}
+    made = replace(first, credit=credit, critics=none, explained=none)
+    scores = summary(made)["transports"]
     oracle, noise = scores["oracle"]["rank_correlation"], scores["noise"]["rank_correlation"]
     assert oracle["value"] == pytest.approx(1) and scores["oracle"]["sign_agreement"]["value"] == 1
     assert noise["low"] < 0 < noise["high"] and abs(noise["value"]) < 0.2
@@ -235,7 +237,7 @@ def test_what_the_critic_learnt_is_read_in_other_ways(finished):
     ways = ["group_level", "{use: group_mean, weight: 0}"]
     found = measure(finished, ["grpo", "gae"], critics=ways, batches=1, positions=50, continuations=4)
     own = "comp_gae (the run's own)"
-    assert list(found.credit) == [own, "grpo", "gae", *(f"{t} with {c}" for c in ways for t in (own, "gae"))]
+    assert list(found.credit) == [own, "grpo", "gae", *(f"{t}, {c}" for c in ways for t in ("comp_gae", "gae"))]
     assert list(found.critics.values()) == ["tac", None, "tac", "group_level", "group_level", "group_mean", "group_mean"]
     recipe, agent, tokenizer, moments, iteration = restore(finished)
     for way, critic in zip(ways, ({"use": "group_level"}, {"use": "group_mean", "weight": 0.0}), strict=True):
@@ -244,13 +246,33 @@ def test_what_the_critic_learnt_is_read_in_other_ways(finished):
         collector.moments = moments
         credit = collector.collect(iteration + 1).credit.advantages
         np.testing.assert_allclose(
-            found.credit[f"gae with {way}"], [float(credit[row, t]) for _, row, t in found.places], atol=1e-6
+            found.credit[f"gae, {way}"], [float(credit[row, t]) for _, row, t in found.places], atol=1e-6
         )
         metrics = collector.collect(iteration + 1).metrics
-        assert found.explained[f"gae with {way}"] == pytest.approx(metrics["baseline/explained_variance"], abs=1e-6)
+        assert found.explained[f"gae, {way}"] == pytest.approx(metrics["baseline/explained_variance"], abs=1e-6)
         assert found.explained["gae"] == pytest.approx(metrics["critic/explained_variance"], abs=1e-6)
     assert len({found.credit[name].tobytes() for name in found.credit}) == 7
     assert math.isnan(found.explained["grpo"]) and summary(found)["transports"]["grpo"]["explained_variance"] is None
+
+
+def test_a_critic_inside_another_is_looked_at_by_itself_and_a_run_without_one_has_none(tmp_path):
+    inside = "critic={use: group_level, of: {use: tac, output: hl_gauss}}"
+    knobs = {"batches": 1, "positions": 20, "continuations": 4}
+    folder = run(scattered(tmp_path, "gae", "training.critic_warmup=1", inside), tmp_path / "with")
+    found = measure(folder, critics=["tac", "group_mean"], **knobs)
+    assert list(found.critics.values()) == ["group_level", "tac", "group_mean"] and len(set(found.explained.values())) == 3
+    assert list(measure(run(scattered(tmp_path, "rloo"), tmp_path / "without"), critics=["group_level"], **knobs).credit) == [
+        "rloo (the run's own)"
+    ]
+
+
+def test_a_critic_of_scalars_is_at_no_level_and_a_window_is_left_out_with_the_critic(tmp_path):
+    knobs = ["training.critic_warmup=1", "critic={use: tac, output: scalar}", "training.critic_window=2"]
+    folder = run(scattered(tmp_path, "gae", *knobs), tmp_path)
+    with pytest.raises(RecipeError, match="^--critic group_level: group_level shifts log-odds"):
+        measure(folder, critics=["group_level"])
+    found = measure(folder, ["grpo"], critics=["group_mean"], batches=1, positions=20, continuations=4)
+    assert list(found.credit) == ["gae (the run's own)", "grpo", "gae, group_mean"]
 
 
 def test_a_transport_gets_what_it_asks_to_be_sampled(finished):
@@ -290,7 +312,10 @@ def test_a_recipe_is_looked_at_before_its_first_update_without_a_critic(tmp_path
     [
         (["--transport", "gea"], "did you mean 'gae'"),
         (["--continuations", "3"], "at least 4"),
-        (["--critic", "standard"], "the run taught 'tac', which has other weights"),
+        (["--critic", "standard"], "the run taught 'tac' with knobs of its own, and no other critic"),
+        (["--critic", "{use: tac, output: two_hot}"], "the run taught 'tac' with knobs of its own"),
+        (["--critic", "{use: group_level, of: {use: tac, ladder: [1, 2]}}"], "the run taught 'tac' with knobs of its own"),
+        (["--critic", "mini_critics"], "the run taught 'tac' with knobs of its own"),
         (["--critic", "group_levl"], "did you mean 'group_level'"),
         (["--below", "0"], "a probability above 0"),
         (["--below", "1e-9"], "0 tokens were sampled with a probability below 1e-09"),

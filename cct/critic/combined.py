@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -38,7 +38,7 @@ class MiniCritics(Critic):
 
     @model_validator(mode="after")
     def _of_single_ones(self) -> MiniCritics:
-        if isinstance(self.of, MiniCritics | GroupMean | GroupLevel):
+        if isinstance(self.of, MiniCritics | GroupCritic):
             raise ValueError(f"mini_critics are of single critics, not of '{self.of.use}'; it may stand around them instead")
         return self
 
@@ -61,10 +61,20 @@ class MiniCritics(Critic):
 
 
 class GroupCritic(Critic):
-    """A critic that learns as it would by itself, and whose values the group changes before the transport reads them."""
+    """A critic whose values the group changes before the transport reads them.
+
+    It learns as it would by itself, but where its target bootstraps (a trace below 1, a response cut by the length limit): from
+    the changed values, since that is what the transport makes targets of.
+    """
 
     of: Annotated[Critic, critics] = TAC()
-    """The critic; it learns as it would by itself."""
+    """The critic. What it learns from is changed only where targets bootstrap."""
+
+    @model_validator(mode="after")
+    def _around_a_critic_by_itself(self) -> Self:
+        if isinstance(self.of, GroupCritic):
+            raise ValueError(f"{self.use} is of a critic by itself, and '{self.of.use}' has the group's say in it already")
+        return self
 
     @property
     def needs(self) -> frozenset[str]:
@@ -96,12 +106,6 @@ class GroupMean(GroupCritic):
     leave_one_out: bool = True
     """Without the response's own target, so that the baseline does not know what it judges."""
 
-    @model_validator(mode="after")
-    def _around_a_critic(self) -> GroupMean:
-        if isinstance(self.of, GroupCritic):
-            raise ValueError(f"group_mean is of a critic by itself, and '{self.of.use}' has the group's say in it already")
-        return self
-
     @property
     def unread(self) -> dict[str, str]:
         return {"leave_one_out": "with weight: 1 the group's mean does not count"} if self.weight == 1 else {}
@@ -129,18 +133,20 @@ class GroupLevel(GroupCritic):
     That level is the mean of the value targets at the first token over the other responses to the prompt, gated where the
     transport's are, to which the critic's own value there counts as `prior` further ones. While the policy gets better faster
     than the critic learns, the critic goes on telling a response that went wrong from one that did not, and the group tells how
-    often that is. A value near the end of the range stays there, which under `group_mean` it does not.
+    often that is. A value much nearer to an end of the range than the first one stays near it, which under `group_mean` it does
+    not. Pitfall: where the first value itself is near an end and the group is not, small differences beside it are stretched.
     """
 
     prior: float = Field(4.0, gt=0, le=1000)
-    """How many responses the critic's own value at the first token counts for. It keeps the level off 0 and 1."""
+    """How many responses the critic's own value at the first token counts for."""
 
     @model_validator(mode="after")
     def _around_a_bounded_critic(self) -> GroupLevel:
-        if isinstance(self.of, GroupCritic):
-            raise ValueError(f"group_level is of a critic by itself, and '{self.of.use}' has the group's say in it already")
         if not self.of.bounded:
-            raise ValueError("group_level shifts log-odds, and the output `scalar` is in no range; choose another `output`")
+            raise ValueError(
+                f"group_level shifts log-odds within the range of rewards, and what '{self.of.use}' says may leave it; choose "
+                "an output that is bounded"
+            )
         return self
 
     def baseline(self, rollout: Rollout, targets: Tensor, bounds: tuple[float, float]) -> Rollout | None:

@@ -62,7 +62,8 @@ def group_mean(x: Tensor, groups: Tensor, valid: Tensor, *, leave_one_out: bool 
 def at_level(values: Tensor, first: Tensor, level: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Values [B, T] with the shift of log-odds that takes the value `first` [B] to `level` [B]; all within bounds (low, high).
 
-    A value at an end of the range stays there, which is what sets it apart from adding level - first.
+    A value at an end of the range stays there unless `first` is there too, which sets it apart from adding level - first. Where
+    `first` is near an end and `level` is not, small differences beside it are stretched.
     """
 
     def log_odds(x: Tensor) -> Tensor:

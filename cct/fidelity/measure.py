@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from cct.rollout import derive_seed
 from cct.training.agent import Agent
 from cct.training.building import build
 from cct.training.collect import Collector
+from cct.training.folder import EXPLAINED
 from cct.training.ranks import Ranks
 from cct.training.restore import restore
 from cct.training.rows import Row, State, continue_from
@@ -32,7 +34,7 @@ from cct.transport import Transport
 from .scores import Array, Truth, branched_advantage
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EXPLAINED = ("baseline/explained_variance", "critic/explained_variance")  # the first that there is, as the transport read it
+OWN = " (the run's own)"
 DIGITS = 6  # after the point: what differs by less is equal, and shares its rank
 
 
@@ -87,7 +89,8 @@ def measure(
 
     The rollouts are the iterations that the run would have gone on with, `batches` of them: new prompts, as many responses as
     it is used to, whitening and group baselines over as many. written: transports beside the run's own, as YAML. critics: as
-    YAML, such as read what the run's critic learnt in another way; every transport that reads values is computed under each.
+    YAML, around what the run's critic learnt; every transport that reads values is computed under each. A run without a critic
+    has none of them.
     positions: tokens looked at, drawn from the trainable ones that were sampled with a probability below `below`; a surer token
     decides little, its advantage is at most 1 - below of the range of rewards. continuations: from before each of them and
     from after it, half of them for each half of the truth. seed: of prompts and sampling, in place of the recipe's.
@@ -100,6 +103,7 @@ def measure(
     if seed is not None:
         variants = {name: one.model_copy(update={"seed": seed}) for name, one in variants.items()}
     agent.to(DEVICE)
+    blind = Agent(agent.actor, None, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
     base = Collector(next(iter(variants.values())), agent, tokenizer, None)
     base.moments = moments
     try:
@@ -110,7 +114,8 @@ def measure(
             on_stage(f"sampling iteration {number}")
             sampled = base.sample(number)
             for name, variant in variants.items():
-                collector = Collector(variant, _reader(agent, recipe, variant), tokenizer, None, base.engine)
+                reader = agent if variant.critic is not None else blind
+                collector = Collector(variant, reader, tokenizer, None, base.engine)
                 collector.moments = moments
                 collected = collector.collect(number, sampled)
                 credit[name].append(collected.credit.advantages.cpu())
@@ -181,7 +186,7 @@ def _variants(
             load_plugin(plugin, Path.cwd())
         except PluginError as error:
             raise RecipeError(str(error)) from None
-    found = {f"{recipe.transport.use} (the run's own)": _with(recipe, recipe.transport)}
+    found = {recipe.transport.use + OWN: _with(recipe, recipe.transport)}
     for text in written:
         part = read_part("transport", text)
         assert isinstance(part, Transport)
@@ -191,46 +196,40 @@ def _variants(
         raise RecipeError(
             f"{source}: transport {reading[0]} reads a critic, which has not learnt anything before a run; name a run folder"
         )
-    if critics and not reading:
-        raise RecipeError(f"--critic {critics[0]}: no transport here reads values; add one that does by --transport")
-    for text in critics:
+    for text in critics if reading else ():
         critic = _around(recipe, text)
-        found |= {f"{name} with {text.strip()}": _with(recipe, found[name].transport, critic) for name in reading}
+        for name in reading:
+            transport = found[name].transport
+            found[f"{transport.use if name.endswith(OWN) else name}, {text.strip()}"] = _with(recipe, transport, critic)
     return found
 
 
 def _around(recipe: Recipe, written: str) -> Critic:
-    """A critic from YAML; where it is around another and does not say which, around the run's, or what that is around."""
-    critic = read_part("critic", written)
-    assert isinstance(critic, Critic)
-    own = recipe.critic
-    if "of" not in type(critic).model_fields or "of" in critic.model_fields_set or own is None:
-        return critic
-    try:
-        return type(critic).model_validate(dict(critic) | {"of": own.of if isinstance(own, GroupCritic) else own})
-    except ValidationError as error:
-        raise RecipeError(*(f"--critic {written}: {problem['msg']}" for problem in error.errors())) from None
+    """A critic that the run's weights can be read through, from YAML: the one that it taught, by its name, or one around that.
 
-
-def _reader(agent: Agent, recipe: Recipe, variant: Recipe) -> Agent:
-    """The agent that reads rollouts for a variant: with the critic that the run taught, or with none.
-
-    Raises RecipeError where the variant's critic is made of other weights.
+    Raises RecipeError for any other.
     """
-    if variant.critic == recipe.critic:
-        return agent
-    tower = None
-    if variant.critic is not None:
-        assert agent.critic is not None and recipe.critic is not None
-        tower = variant.critic.build(agent.actor, recipe.reward_bounds).to(agent.actor.device)
+    assert recipe.critic is not None
+    taught = recipe.critic.of if isinstance(recipe.critic, GroupCritic) else recipe.critic
+    if written.strip() == taught.use:
+        return taught
+    critic = read_part("critic", written)
+    if isinstance(critic, GroupCritic) and "of" not in critic.model_fields_set:
         try:
-            tower.load_state_dict(agent.critic.state_dict())
-        except RuntimeError:
-            raise RecipeError(
-                f"--critic {variant.critic.use}: the run taught '{recipe.critic.use}', which has other weights; what can be "
-                "looked at is a critic around it, such as group_mean or group_level"
-            ) from None
-    return Agent(agent.actor, tower, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
+            return type(critic).model_validate(dict(critic) | {"of": taught})
+        except ValidationError as error:
+            raise RecipeError(*(f"--critic {written}: {_said(problem)}" for problem in error.errors())) from None
+    if critic != taught and not (isinstance(critic, GroupCritic) and critic.of == taught):
+        raise RecipeError(
+            f"--critic {written}: the run taught '{taught.use}' with knobs of its own, and no other critic. What can be looked "
+            f"at is {taught.use}, group_mean or group_level, without `of`"
+        )
+    assert isinstance(critic, Critic)
+    return critic
+
+
+def _said(problem: Any) -> str:
+    return str(problem["msg"]).removeprefix("Value error, ")
 
 
 def _with(recipe: Recipe, transport: Transport, critic: Critic | None = None) -> Recipe:
@@ -241,11 +240,13 @@ def _with(recipe: Recipe, transport: Transport, critic: Critic | None = None) ->
     critic = (critic or recipe.critic) if "values" in transport.needs else None
     plain: dict[str, object] = {"transport": transport.model_dump(), "geometry": "ppo_clip"}
     if critic is None:
-        plain |= {"critic": None, "training": recipe.training.model_dump() | {"critic_warmup": 0}}
+        plain |= {"critic": None, "training": recipe.training.model_dump() | {"critic_warmup": 0, "critic_window": 1}}
+    else:
+        plain["critic"] = critic.model_dump()
     try:
         geometry = Recipe.model_validate(recipe.model_dump() | plain).geometry
     except ValidationError as error:
-        raise RecipeError(*(f"transport {transport.use}: {problem['msg']}" for problem in error.errors())) from None
+        raise RecipeError(*(f"transport {transport.use}: {_said(problem)}" for problem in error.errors())) from None
     return recipe.model_copy(update={"transport": transport, "critic": critic, "geometry": geometry})
 
 

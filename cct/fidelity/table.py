@@ -26,7 +26,7 @@ def summary(measured: Measured) -> dict[str, Any]:
     truth, own = measured.truth, next(iter(measured.credit.values()))
     transports = {}
     for name, credit in measured.credit.items():
-        found: dict[str, Any] = {"critic": measured.critics.get(name), "explained_variance": measured.explained.get(name)}
+        found: dict[str, Any] = {"critic": measured.critics[name], "explained_variance": measured.explained[name]}
         found |= {score: asdict(with_interval(of, credit, truth)) for score, of in SCORES.items()}
         if credit is not own:
             found["rank_correlation_minus_own"] = asdict(difference(credit, own, truth))

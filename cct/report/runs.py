@@ -18,7 +18,7 @@ CURVES: dict[str, tuple[str, str, tuple[float, float] | None, bool]] = {
     "eval/accuracy": ("Held-out accuracy, greedy", "share correct", (0.0, 1.0), False),
     "train/reward": ("Reward of sampled responses", "reward", None, False),
     "critic/explained_variance": ("Explained variance of the Monte-Carlo return", "at most 1", None, True),
-    "baseline/explained_variance": ("The same, by what the transport read in its place", "at most 1", None, True),
+    "baseline/explained_variance": ("Explained variance, by the critic with the group's say", "at most 1", None, True),
     "policy/approx_kl": ("KL from sampling to new policy", "nats", None, False),
     "policy/clip_fraction": ("Tokens where the clip took effect", "share", None, False),
     "gate/mean": ("Gate: mean discount per token", "discount", None, False),

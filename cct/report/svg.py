@@ -164,7 +164,7 @@ def forest(caption: str, rows: Sequence[Interval], *, x_label: str, at: float = 
         return figure(caption, '<p class="note">no data</p>')
     ends = [x for row in rows for x in (row.value, row.low, row.high) if math.isfinite(x)] + [at]
     low, high = _widened(min(ends), max(ends))
-    left = min(320.0, max(90.0, 6.8 * max(len(row.label) for row in rows) + 20))  # room for the names
+    left = min(440.0, max(90.0, 6.8 * max(len(row.label) for row in rows) + 20))  # room for the names
     width, right, height = left + 510, 160, 28 * len(rows) + BOTTOM + 10
 
     def place(x: float) -> float:

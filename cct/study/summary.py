@@ -13,6 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cct.training.folder import EXPLAINED
+
 from .runner import Work
 from .statistics import (
     LEVEL,
@@ -45,7 +47,6 @@ COLUMNS = (  # of cells.csv, after arm, setting and seed: small enough to commit
     "actor/gradient_norm",
     "time/iteration",
 )
-EXPLAINED = ("baseline/explained_variance", "critic/explained_variance")  # the first that there is
 COMPARED = {"final_accuracy": "final accuracy", "area": "area under curve", "frozen/accuracy": "frozen accuracy"}  # in tables
 
 
@@ -136,11 +137,14 @@ def _comparisons(study: Study, values: Mapping[tuple[str, str], dict[int, float]
 
 
 def _courses(study: Study, works: Sequence[Work]) -> list[dict[str, Any]]:
-    """Of each compared pair the difference of held-out accuracy within seeds at every evaluation that both have: no tests."""
+    """Of each compared pair the difference of held-out accuracy within seeds at every evaluation; no tests.
+
+    Runs that did not come to their end are left out, as everywhere.
+    """
     at: dict[tuple[str, str], dict[int, dict[int, float]]] = {}  # arm and setting -> iteration -> seed -> accuracy
     for work in works:
-        for event in work.events:
-            if "eval/accuracy" in event:
+        for event in work.events if work.trained else ():
+            if math.isfinite(event.get("eval/accuracy", math.nan)):
                 course = at.setdefault((work.cell.arm, work.cell.setting), {}).setdefault(event["iteration"], {})
                 course[work.cell.seed] = event["eval/accuracy"]
     found = []

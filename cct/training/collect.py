@@ -60,6 +60,17 @@ class Iteration:
     metrics: dict[str, float]
 
 
+def _of_one_kind(other: object, rollout: Rollout, name: str) -> None:
+    """Raises TrainingStopped where what a critic's `baseline` returned cannot stand for the rollout."""
+    values = other.values if isinstance(other, Rollout) else None
+    if values is None or values.shape != rollout.mask.shape or not values.is_floating_point():
+        found = f"a rollout with {described(values)} as values" if isinstance(other, Rollout) else described(other)
+        raise TrainingStopped(
+            f"critic '{name}' returned {found} as its baseline; expected the rollout with values of shape "
+            f"{tuple(rollout.mask.shape)}, or None"
+        )
+
+
 class Collector:
     """Makes the iterations of a run.
 
@@ -162,6 +173,7 @@ class Collector:
             with blamed_on(f"critic '{recipe.critic.use}' (baseline)", iteration):
                 other = recipe.critic.baseline(rollout, credit.value_targets, recipe.reward_bounds)
             if other is not None:
+                _of_one_kind(other, rollout, recipe.critic.use)
                 credit, seen = self._credit(other, iteration), other
         lessons: list[Minibatch] = []
         if traces and credit.value_targets is not None:

@@ -14,6 +14,7 @@ from cct.recipe import Recipe, RecipeError
 KEPT = ("name", "seed", "policy", "critic", "training.critic_warmup")
 # Beside these where DeepSpeed wrote the checkpoint: a folder of parts, one for each process.
 KEPT_BY_DEEPSPEED = ("training.strategy", "training.offload", "training.devices", "training.nodes")
+EXPLAINED = ("baseline/explained_variance", "critic/explained_variance")  # the first that there is, as the transport read it
 LINES = ("metrics.jsonl", "samples.jsonl")
 SHOWN, LONG = 4, 80  # changes named in a refusal, and characters of each
 
