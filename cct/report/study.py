@@ -12,7 +12,7 @@ from typing import Any
 from .fidelity import fidelity_section
 from .page import Report, Section, Table, facts
 from .read import ReportError
-from .runs import CURVES, LEAST_SPAN, precise
+from .runs import CURVES, LEAST_SPAN
 from .svg import Interval, Series, forest, heat_map, lines, number, slopes
 
 NAMED = {  # metrics that stand in the main table and get a forest plot
@@ -142,7 +142,7 @@ def _arms(
                     _named(arm, setting),
                     f"{at['final_accuracy', arm, setting]['n']}/{len(seeds)}",
                     *(_estimate(at[metric, arm, setting]) for metric in metrics),
-                    precise(sum(explained) / len(explained)) if explained else "\N{EN DASH}",
+                    f"{sum(explained) / len(explained):.2f}".replace("-", "\N{MINUS SIGN}") if explained else "\N{EN DASH}",
                     f"{sum(judged)}/{len(judged)}",
                 ]
             )
