@@ -119,7 +119,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
         result.add_column("run, critic", overflow="fold")
     result.add_column("transport", overflow="fold")
     minus = ["minus own"] if pairs else []
-    for column in ("explained variance", "rank correlation", *minus, "same sign", "bias", "variance"):
+    for column in ("explained\nvariance", "rank correlation", *minus, "same sign", "bias", "variance"):
         result.add_column(column, justify="right")
     for one in found:
         run = [f"{one['source']}, {one['critic']}"] if runs else []
