@@ -6,30 +6,43 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from cct import __version__
+from cct.terminal import encode_anything, printable, say
 
 AXES = ("task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns 0, 1 (a run stopped, or does not fit), or 2 (bad input, one readable message)."""
+    encode_anything()
     arguments = _parser().parse_args(argv)
     from cct.recipe import RecipeError
+    from cct.registry import PluginError
 
     try:
+        os.getcwd()
+    except OSError:
+        say("error: the current folder no longer exists; go to another one", file=sys.stderr)
+        return 2
+    try:
         code = arguments.verb(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except RecipeError as error:
         for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+            say(f"error: {problem}", file=sys.stderr)
+        return 2
+    except PluginError as error:
+        say(f"error: {error}", file=sys.stderr)
         return 2
     except (ImportError, RuntimeError) as error:
         broken = _broken_media(error)
         if broken is None:
             raise
-        print(f"error: {broken}", file=sys.stderr)
+        say(f"error: {broken}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `cct schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -41,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _stopped(error: Exception) -> int:
     """Say in a line why a run stopped; the traceback of what a part raised is printed where CCT_TRACEBACK is set."""
-    print(f"stopped: {error}", file=sys.stderr)
+    say(f"stopped: {error}", file=sys.stderr)
     if error.__cause__ is not None and os.environ.get("CCT_TRACEBACK"):
         import traceback
 
@@ -63,8 +76,13 @@ def _broken_media(error: BaseException | None) -> str | None:
     return None
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="cct", allow_abbrev=False, description="Credit transport for language-model reinforcement learning."
     )
     parser.add_argument("--version", action="version", version=f"cct {__version__}")
@@ -213,7 +231,7 @@ def _run(arguments: argparse.Namespace) -> int:
         training = recipe.training
         size = f"{training.prompts_per_iteration} x {training.responses_per_prompt} responses"
         critic = recipe.critic.use if recipe.critic else "none"
-        print(
+        say(
             f"{recipe.name}: {training.iterations} iterations of {size}, after {training.critic_warmup} of critic warm-up; "
             f"critic {critic}, transport {recipe.transport.use}, geometry {recipe.geometry.use}; "
             f"into {arguments.resume or arguments.into or arguments.runs / recipe.name}"
@@ -221,12 +239,11 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.profile:  # read when torch is imported: its profiler says on stderr that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from rich.console import Console
-
+    from cct.terminal import make_console
     from cct.training.run import resume, start
     from cct.training.stopped import TrainingStopped
 
-    console = Console()
+    console = make_console()
     try:
         if arguments.resume:
             resume(arguments.resume, recipe, arguments.set, console=console, profile=arguments.profile)
@@ -249,7 +266,7 @@ def _checked(path: str, overrides: list[str], *, demonstrations: bool = False):
     except RecipeError as error:
         raise RecipeError(*(f"{path}: {problem}" for problem in error.problems)) from None
     for doubt in recipe.doubts:
-        print(f"warning: {path}: {doubt}", file=sys.stderr)
+        say(f"warning: {path}: {doubt}", file=sys.stderr)
     return recipe
 
 
@@ -260,9 +277,7 @@ def _check(arguments: argparse.Namespace) -> int:
     for path in arguments.recipe:
         try:
             recipe = _checked(path, arguments.set)
-            print(
-                f"{path}: ok ({recipe.name}: {recipe.transport.use}, critic {recipe.critic.use if recipe.critic else 'none'})"
-            )
+            say(f"{path}: ok ({recipe.name}: {recipe.transport.use}, critic {recipe.critic.use if recipe.critic else 'none'})")
         except RecipeError as error:
             problems += error.problems
     if problems:
@@ -289,7 +304,7 @@ def _ls(arguments: argparse.Namespace) -> int:
     from cct.registry import REGISTRIES, did_you_mean, load_entry_points
 
     if arguments.markdown:
-        print(catalogue(AXES), end="")
+        say(catalogue(AXES), end="")
         return 0
     load_entry_points()
     if arguments.axis not in (None, *AXES):
@@ -301,14 +316,14 @@ def _ls(arguments: argparse.Namespace) -> int:
     for axis in axes:
         registry = REGISTRIES[axis]
         if not arguments.axis:
-            print(axis)
+            say(axis)
         for name in registry.names():
             cls = registry[name]
-            print(f"  {name:<{width}} {cls.summary()}")
+            say(f"  {name:<{width}} {cls.summary()}")
             if arguments.axis:
                 helps = {f"{knob} = {default_of(field)}": field.description or "" for knob, field in cls.model_fields.items()}
                 for knob, help in helps.items():
-                    print(f"      {knob:<{max(map(len, helps))}}  {' '.join(help.split())}")
+                    say(f"      {knob:<{max(map(len, helps))}}  {' '.join(help.split())}")
     return 0
 
 
@@ -327,7 +342,7 @@ def _schema(arguments: argparse.Namespace) -> int:
     load_entry_points()
     if arguments.recipe:
         load_recipe(arguments.recipe)
-    print(json.dumps(json_schema(), indent=2))
+    say(json.dumps(json_schema(), indent=2))
     return 0
 
 
@@ -335,9 +350,9 @@ def _new(arguments: argparse.Namespace) -> int:
     from cct.scaffold import new_transport
 
     for path in new_transport(arguments.name, Path.cwd()):
-        print(f"wrote {path}")
+        say(f"wrote {path}")
     name = arguments.name
-    print(f"try: cct run {name}.yaml, pytest test_{name}.py, and cct check-operator {name}.py:{name}")
+    say(f"try: cct run {name}.yaml, pytest test_{name}.py, and cct check-operator {name}.py:{name}")
     return 0
 
 
@@ -362,7 +377,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         write_whole(arguments.json, json.dumps(metrics, indent=1) + "\n")
     width = max(18, *map(len, metrics))
     for name, value in metrics.items():
-        print(f"{name:<{width}} {value:.4f}")
+        say(f"{name:<{width}} {value:.4f}")
     return 0
 
 
@@ -391,7 +406,7 @@ def _report(arguments: argparse.Namespace) -> int:
             save_tokens(source, arguments.transport, arguments.plugin)
     try:
         for path in write_report(arguments.source, arguments.output):
-            print(f"wrote {path}")
+            say(f"wrote {path}")
     except ReportError as error:
         raise RecipeError(str(error)) from None
     return 0
@@ -405,13 +420,15 @@ def _fidelity(arguments: argparse.Namespace) -> int:
             raise RecipeError(f"--{name} {getattr(arguments, name)}: at least {least} are needed")
     if not 0 < arguments.below <= 1:
         raise RecipeError(f"--below {arguments.below:g}: a probability above 0, and at most 1, for all tokens")
+    from cct.registry import install
+
     try:
         from cct.fidelity.table import print_fidelity
         from cct.training.stopped import TrainingStopped
     except ModuleNotFoundError as error:
         if error.name != "scipy":
             raise
-        raise RecipeError("cct fidelity needs SciPy, which is not installed: pip install 'cct[study]'") from None
+        raise RecipeError(f"cct fidelity needs SciPy, which is not installed: {install('study')}") from None
     try:
         return print_fidelity(
             arguments.source,
@@ -442,7 +459,7 @@ def _export(arguments: argparse.Namespace) -> int:
     must_be_run(arguments.run)
     from cct.training.export import export
 
-    print(f"wrote {arguments.folder} from {export(arguments.run, arguments.folder, arguments.iteration)}")
+    say(f"wrote {arguments.folder} from {export(arguments.run, arguments.folder, arguments.iteration)}")
     return 0
 
 

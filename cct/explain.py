@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from cct.loading import dump_recipe
 from cct.recipe import Recipe, RecipeError
+from cct.terminal import say
 
 
 def explain(recipe: Recipe) -> int:
     """Print the resolved recipe; for each part its source, needs and providers; parameter counts. Returns 0."""
-    print(dump_recipe(recipe))
+    say(dump_recipe(recipe))
     for place, part in recipe.parts.items():
-        print(f"# {place}: {part.use}  ({type(part).file()}:{type(part).where()[1]})")
+        say(f"# {place}: {part.use}  ({type(part).file()}:{type(part).where()[1]})")
         for need in sorted(part.needs):
-            print(f"#     needs {need}, provided by {', '.join(recipe.providers(need))}")
+            say(f"#     needs {need}, provided by {', '.join(recipe.providers(need))}")
     for name, count in parameter_counts(recipe).items():
-        print(f"# {name}: {count:,} parameters")
+        say(f"# {name}: {count:,} parameters")
     return 0
 
 

@@ -10,17 +10,30 @@ Laying over: mappings merge key by key; a component whose `use` differs replaces
 from __future__ import annotations
 
 import difflib
+import itertools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from cct import plain_yaml
+from cct.plain_yaml import MOST_LEVELS, Key, Unreadable, index_or_name, read_file
 from cct.recipe import Plugin, Recipe, RecipeError
-from cct.registry import REGISTRIES, Component, Knobs, PluginError, Registry, load_entry_points, load_plugin
+from cct.registry import (
+    REGISTRIES,
+    Component,
+    Exited,
+    Knobs,
+    PluginError,
+    Registry,
+    load_entry_points,
+    load_plugin,
+    no_exit,
+)
+from cct.terminal import shortened
 
-Key = tuple[str | int, ...]
 K = TypeVar("K", bound=Knobs)
 
 
@@ -32,7 +45,7 @@ class Source:
         self.marks = marks or {}
 
     def lay_over(self, base: Source) -> Source:
-        marks = dict(base.marks)
+        replaced: set[Key] = set()
 
         def merge(low: Any, high: Any, path: Key) -> Any:
             if isinstance(high, Mapping) and isinstance(low, str) and "use" not in high:
@@ -41,7 +54,7 @@ class Source:
                 isinstance(high, Mapping)
                 and high
                 and isinstance(low, list)
-                and all(isinstance(k, str) and k.isdecimal() for k in high)
+                and all(isinstance(index_or_name(key), int) for key in high)
             ):
                 changed = {int(key): value for key, value in high.items()}
                 for index in changed:
@@ -59,11 +72,12 @@ class Source:
                     key: merge(low[key], high[key], (*path, key)) if key in low and key in high else high.get(key, low.get(key))
                     for key in [*low, *(k for k in high if k not in low)]
                 }
-            for key in [key for key in marks if key[: len(path)] == path]:
-                del marks[key]
+            replaced.add(path)
             return high
 
-        return Source(merge(base.data, self.data, ()), marks | self.marks)
+        merged = merge(base.data, self.data, ())
+        below = {key: mark for key, mark in base.marks.items() if not any(key[:n] in replaced for n in range(len(key) + 1))}
+        return Source(merged, below | self.marks)
 
     def section(self, *path: str | int) -> Source:
         """What stands at a key path, with its marks."""
@@ -81,66 +95,40 @@ class Source:
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    return ".".join(map(str, path))
+    return ".".join(shortened(str(key), 80) for key in path)
 
 
 def read_yaml(path: Path) -> Source:
     """A YAML file that holds a mapping. Raises RecipeError with the line of what cannot be read."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise RecipeError(f"{path}: no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read ({error})") from None
-    marks: dict[Key, str] = {}
-    try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-        if root is not None:
-            _walk(root, (), marks, path, ())
-        data = loader.construct_document(root) if root is not None else None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        at = f", line {mark.line + 1}" if mark is not None else ""
-        raise RecipeError(f"{path}{at}: not YAML ({getattr(error, 'problem', None) or error})") from None
+        data, lines = plain_yaml.load(read_file(path).decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: cannot be read (not UTF-8: {error})") from None
+    except Unreadable as error:
+        at = f", line {error.line}" if error.line else ""
+        raise RecipeError(f"{path}{at}: {error}{_near(path)}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: expected a mapping of sections; found {'nothing' if data is None else type(data).__name__}")
-    return Source(data, marks)
+    return Source(data, {keys: f"{path}, line {line}" for keys, line in lines.items()})
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML whose odd values are errors with a line: `2024-13-45` looks like a date and is none."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except ValueError as error:
-            raise yaml.MarkedYAMLError(
-                problem=f"{node.value!r}: {error}; quote it if it is a text", problem_mark=node.start_mark
-            ) from None
+def _near(path: Path) -> str:
+    """A guess, where nothing is at a path."""
+    if os.path.lexists(path):
+        return ""
+    names = [found.name for found in itertools.islice(path.parent.glob("*.y*ml"), 1000)]
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
-def _walk(node: yaml.Node, keys: Key, marks: dict[Key, str], path: Path, above: tuple[yaml.Node, ...]) -> None:
-    """Mark where each key path was written. Raises RecipeError where a key stands twice or a node holds itself."""
-    if any(node is outer for outer in above):
-        raise RecipeError(f"{path}, line {node.start_mark.line + 1}: {dotted(keys)} holds itself")
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            where = f"{path}, line {key.start_mark.line + 1}"
-            if not isinstance(key, yaml.ScalarNode):
-                raise RecipeError(f"{where}: not YAML that a recipe can hold (a key must be a name)")
-            if key.value in seen:
-                raise RecipeError(f"{where}: the key '{dotted((*keys, key.value))}' stands twice")
-            seen.add(key.value)
-            marks[(*keys, key.value)] = where
-            _walk(value, (*keys, key.value), marks, path, (*above, node))
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            marks[(*keys, index)] = f"{path}, line {item.start_mark.line + 1}"
-            _walk(item, (*keys, index), marks, path, (*above, node))
+def _mapped(text: str, what: str) -> Any:
+    """The value that a text of the command line is in YAML; `what` begins the message of one that is none."""
+    try:
+        return plain_yaml.load(text)[0]
+    except Unreadable as error:
+        raise RecipeError(
+            f"{what}: the value is {error}; quote it" if "not YAML (" in str(error) else f"{what}: {error}"
+        ) from None
 
 
 def with_bases(source: Source, path: Path, above: tuple[Path, ...] = ()) -> Source:
@@ -148,7 +136,7 @@ def with_bases(source: Source, path: Path, above: tuple[Path, ...] = ()) -> Sour
 
     Raises RecipeError where a base is missing, or they go round in a circle.
     """
-    above, data = (*above, path.resolve()), dict(source.data)
+    above, data = (*above, Path(os.path.realpath(path))), dict(source.data)
     if isinstance(data.get("plugins"), list):  # relative to the file that names them
         data["plugins"] = [_absolute_plugin(entry, path.parent) for entry in data["plugins"]]
     if isinstance(data.get("evidence"), list):  # so are files with code of evidence
@@ -157,25 +145,32 @@ def with_bases(source: Source, path: Path, above: tuple[Path, ...] = ()) -> Sour
     if base is None:
         return own
     if not isinstance(base, str):
-        raise RecipeError(f"{own.mark(('base',))}base must name one YAML file; found {base!r}")
+        raise RecipeError(f"{own.mark(('base',))}base must name one YAML file; found {shortened(repr(base), 80)}")
     target = path.parent / base
-    if not target.is_file():
-        raise RecipeError(f"{own.mark(('base',))}base: {target}: no such file")
-    if target.resolve() in above:
-        raise RecipeError(f"{own.mark(('base',))}bases go round in a circle: {' -> '.join(p.name for p in (*above, target))}")
-    return own.lay_over(with_bases(read_yaml(target), target, above))
+    if Path(os.path.realpath(target)) in above:
+        circle = " -> ".join(shortened(each.name, 80) for each in (*above, target))
+        raise RecipeError(f"{own.mark(('base',))}bases go round in a circle: {circle}")
+    if len(above) > MOST_LEVELS:
+        raise RecipeError(f"{own.mark(('base',))}more than {MOST_LEVELS} bases, one on the other")
+    try:
+        below = read_yaml(target)
+    except RecipeError as error:
+        if os.path.isfile(target):  # what is wrong stands there
+            raise
+        raise RecipeError(f"{own.mark(('base',))}base: {error}") from None
+    return own.lay_over(with_bases(below, target, above))
 
 
 def _absolute_plugin(entry: Any, folder: Path) -> Any:
     plugin = {"path": entry} if isinstance(entry, str) else entry
     if isinstance(plugin, dict) and isinstance(plugin.get("path"), str) and plugin["path"].endswith(".py"):
-        plugin = {**plugin, "path": str((folder / plugin["path"]).resolve())}
+        plugin = {**plugin, "path": os.path.realpath(folder / plugin["path"])}
     return plugin
 
 
 def _absolute_python(entry: Any, folder: Path) -> Any:
     if isinstance(entry, dict) and entry.get("use") == "python" and isinstance(entry.get("path"), str):
-        entry = {**entry, "path": str((folder / entry["path"]).resolve())}
+        entry = {**entry, "path": os.path.realpath(folder / entry["path"])}
     return entry
 
 
@@ -183,18 +178,16 @@ def override(text: str) -> Source:
     """The layer that a `--set a.b=value` is. Raises RecipeError where it is none."""
     key, equals, value = text.partition("=")
     keys = key.strip().split(".")
+    where = f"--set {shortened(text, 200)}"
     if not equals or not all(keys):
-        raise RecipeError(f"--set {text}: expected a.b=value, for example --set training.iterations=10")
-    try:
-        data: Any = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date or a number and is none
-        raise RecipeError(
-            f"--set {text}: the value is not YAML ({getattr(error, 'problem', None) or error}); quote it"
-        ) from None
+        raise RecipeError(f"{where}: expected a.b=value, for example --set training.iterations=10")
+    if len(keys) > MOST_LEVELS:
+        raise RecipeError(f"{where}: nested deeper than {MOST_LEVELS} levels")
+    data = _mapped(value, where)
     for name in reversed(keys):
         data = {name: data}
-    path = tuple(int(k) if k.isdecimal() else k for k in keys)
-    return Source(data, {path[: i + 1]: f"--set {text}" for i in range(len(path))})
+    path = tuple(index_or_name(key) for key in keys)
+    return Source(data, {path[: i + 1]: where for i in range(len(path))})
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -219,7 +212,10 @@ def recipe_of(source: Source, path: Path) -> Recipe:
 def validated(model: type[K], source: Source, path: Path) -> K:
     """What was written, as a model. Raises RecipeError with every problem, each with its place."""
     try:
-        return model.model_validate(source.data)
+        with no_exit():
+            return model.model_validate(source.data)
+    except Exited as error:
+        raise RecipeError(f"{path}: {error}") from error
     except ValidationError as error:
         raise RecipeError(*(_describe(problem, source, path, model) for problem in _joined(error.errors()))) from None
 
@@ -229,11 +225,7 @@ def read_part(axis: str, written: str, overrides: Sequence[str] = ()) -> Compone
 
     Raises RecipeError.
     """
-    try:
-        data = yaml.safe_load(written)
-    except (yaml.YAMLError, ValueError) as error:
-        raise RecipeError(f"{axis} {written}: not YAML ({getattr(error, 'problem', None) or error})") from None
-    source = Source({axis: data})
+    source = Source({axis: _mapped(written, f"{axis} {shortened(written, 200)}")})
     for text in overrides:
         source = override(f"{axis}.{text}").lay_over(source)
     registry = REGISTRIES[axis]
@@ -252,7 +244,8 @@ def _import_plugins(source: Source) -> list[dict[str, Any]]:
     entries = source.data.get("plugins")
     entries = [] if entries is None else entries
     if not isinstance(entries, list):
-        raise RecipeError(f"{source.mark(('plugins',))}plugins must be a list of files or modules; found {entries!r}")
+        found = shortened(repr(entries), 80)
+        raise RecipeError(f"{source.mark(('plugins',))}plugins must be a list of files or modules; found {found}")
     loaded = []
     for index, entry in enumerate(entries):
         where = source.mark(("plugins", index))
@@ -260,7 +253,7 @@ def _import_plugins(source: Source) -> list[dict[str, Any]]:
             plugin = Plugin.model_validate({"path": entry} if isinstance(entry, str) else entry)
         except ValidationError as error:
             raise RecipeError(
-                f"{where}a plug-in is a path or module name; found {entry!r} ({error.errors()[0]['msg']})"
+                f"{where}a plug-in is a path or module name; found {shortened(repr(entry), 80)} ({error.errors()[0]['msg']})"
             ) from None
         try:
             digest = load_plugin(plugin.path, Path.cwd(), plugin.sha256)
@@ -296,10 +289,10 @@ def _describe(problem: Any, source: Source, path: Path, model: type[Knobs]) -> s
         return f"{where}{dotted(keys)} is missing and has no default. {purpose}".rstrip()
     if problem["type"] in ("component", "pairing", "unknown_key"):
         return f"{where}{dotted(keys)}{': ' if keys else ''}{message}"
-    found = repr(problem["input"])
-    if problem["type"] == "list_type" and isinstance(problem["input"], str | dict):
-        message += f", for example [{problem['input'] if isinstance(problem['input'], str) else '{use: ...}'}]"
-    shown = f" (found {found if len(found) < 80 else found[:77] + '...'})" if not isinstance(problem["input"], dict) else ""
+    found = problem["input"]
+    if problem["type"] == "list_type" and isinstance(found, str | dict):
+        message += f", for example [{shortened(found, 80) if isinstance(found, str) else '{use: ...}'}]"
+    shown = f" (found {shortened(repr(found), 80)})" if not isinstance(found, dict) else ""
     return f"{where}{dotted(keys)}: {message[:1].lower()}{message[1:]}{shown}. {purpose}".rstrip()
 
 
@@ -335,7 +328,7 @@ def changes(old: Any, new: Any, path: str = "") -> list[str]:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML: every knob with its value."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return plain_yaml.dump(recipe.model_dump(mode="json"))
 
 
 def json_schema() -> dict[str, Any]:

@@ -317,23 +317,24 @@ def gpu_memory(name: str) -> int:
 
 def print_plan(recipe: Recipe, gpu: str | None) -> int:
     """Print the plan. Returns 0 where it fits the GPU or none is named, 1 where it does not."""
-    from rich.console import Console
     from rich.table import Table
+
+    from cct.terminal import make_console, say
 
     memory = gpu_memory(gpu) if gpu is not None else None
     found, training = plan(recipe, memory), recipe.training
-    print(f"actor: {found.actor:,} parameters" + (f", {found.trained:,} trained" if found.trained != found.actor else ""))
+    say(f"actor: {found.actor:,} parameters" + (f", {found.trained:,} trained" if found.trained != found.actor else ""))
     for name, count in found.critics.items():
         chosen = recipe.critic is not None and name == recipe.critic.use
         said = "critic" if chosen else "for comparison, critic"
-        print(f"{said} ({name}): {count:,} parameters, {count / found.actor:.1%} of the actor")
-    print(
+        say(f"{said} ({name}): {count:,} parameters, {count / found.actor:.1%} of the actor")
+    say(
         f"an iteration: {found.responses:,} responses of at most {found.prompt} + {found.width} tokens, "
         f"{found.responses * (found.prompt + found.width):,} in all"
     )
-    print(f"processes: {training.processes}, {training.strategy}, {training.precision}")
+    say(f"processes: {training.processes}, {training.strategy}, {training.precision}")
     for note in found.notes:
-        print(note)
+        say(note)
     unit = "MB" if found.peak < 10 * GB else "GB"
     device = "CPU" if memory is None else f"a GPU of {memory / GB:g} GB"
     table = Table(title=f"{unit} in one process, {device}", title_justify="left")
@@ -343,16 +344,16 @@ def print_plan(recipe: Recipe, gpu: str | None) -> int:
     for part in dict.fromkeys(part for parts in found.phases.values() for part in parts):
         table.add_row(part, *(_shown(parts.get(part, 0), unit) for parts in found.phases.values()))
     table.add_row("sum", *(_shown(sum(parts.values()), unit) for parts in found.phases.values()), style="bold")
-    Console(width=128).print(table)
+    make_console(width=128).print(table)
     if memory is None:
-        print(f"peak: {found.peak / GB:.2f} GB of resident memory in each process, what torch and the rest take included")
+        say(f"peak: {found.peak / GB:.2f} GB of resident memory in each process, what torch and the rest take included")
         return 0
     for problem in found.problems:
-        print(problem)
+        say(problem)
     fits = found.peak <= memory and not found.problems
-    print(f"peak: {found.peak / GB:.1f} of {memory / GB:g} GB: {'fits' if fits else 'does not fit'}")
+    say(f"peak: {found.peak / GB:.1f} of {memory / GB:g} GB: {'fits' if fits else 'does not fit'}")
     if found.peak > memory:
-        print(_advice(recipe, found))
+        say(_advice(recipe, found))
     return 0 if fits else 1
 
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from cct.policy import WARM_START_SEED, Shape
 from cct.recipe import Recipe, RecipeError
-from cct.registry import told
+from cct.registry import install, told
 from cct.task import Task
 from cct.transport import Gate, Transport
 
@@ -23,7 +23,7 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> None:
                 part.held_out()
                 if place == "task":
                     part.prompts(recipe.seed, 0, 1)
-        except Exception as error:  # a part may be the user's own
+        except (Exception, SystemExit) as error:  # a part may be the user's own
             problems.append(f"{place}: '{part.use}': {said(error)}")
     if not problems:
         shape = recipe.policy.shape
@@ -39,17 +39,17 @@ def unready(recipe: Recipe) -> list[str]:
     for place, part in recipe.parts.items():
         try:
             part.ready()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             problems.append(f"{place}: '{part.use}': {said(error)}")
     strategy, logger = recipe.training.strategy, recipe.logging.logger
     if strategy.startswith("deepspeed") and find_spec("deepspeed") is None:
-        problems.append(f"training.strategy: {strategy} needs DeepSpeed, which is not installed: pip install 'cct[deepspeed]'")
+        problems.append(f"training.strategy: {strategy} needs DeepSpeed, which is not installed: {install('deepspeed')}")
     if logger == "tensorboard" and find_spec("tensorboard") is None and find_spec("tensorboardX") is None:
-        problems.append("logging.logger: tensorboard is not installed: pip install 'cct[tensorboard]', or set it to csv")
+        problems.append(f"logging.logger: tensorboard is not installed: {install('tensorboard')}, or set it to csv")
     return problems
 
 
-def said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     """Parts raise ValueError and OSError with a message for users; whatever else they raise, with its place."""
     return str(error) if isinstance(error, ValueError | OSError) else told(error)
 

@@ -10,21 +10,28 @@ from pydantic_core import PydanticCustomError
 from cct.critic import Critic, critics
 from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries
+from cct.plain_yaml import index_or_name
 from cct.policy import Generation, Policy, engines, policies
 from cct.registry import REGISTRIES, Component, Knobs
 from cct.rollout import Prompt
 from cct.task import Task, tasks
+from cct.terminal import shortened
 from cct.transport import Transport, Wrapper, transports
+
+MOST_PROBLEMS, MOST_CHARACTERS = 20, 2000  # of a recipe, and of one of them
 
 CRITIC_WARMUP_SEED = 2_000_003  # added to the recipe's for the prompts on which only the critic learns
 
 
 class RecipeError(ValueError):
-    """One or several problems of a recipe, each with what was found, where, and what to do."""
+    """One or several problems of a recipe, each with what was found, where, and what to do; of very many the first ones."""
 
     def __init__(self, *problems: str):
-        super().__init__("\n".join(problems))
-        self.problems = problems
+        first = [shortened(problem, MOST_CHARACTERS) for problem in problems[:MOST_PROBLEMS]]
+        if len(problems) > MOST_PROBLEMS:
+            first.append(f"and {len(problems) - MOST_PROBLEMS:,} more problems")
+        super().__init__("\n".join(first))
+        self.problems = tuple(first)
 
 
 class Plugin(Knobs):
@@ -164,7 +171,7 @@ class Logging(Knobs):
 class Recipe(Knobs):
     """A whole training run."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=200)
     """Names the run's folder."""
     seed: int = Field(0, ge=0, lt=2**31)
     """The one seed: weights, problems, sampling and shuffling derive from it."""
@@ -307,7 +314,7 @@ class Recipe(Knobs):
                 [
                     {
                         "type": PydanticCustomError("pairing", "{message}", {"message": message}),
-                        "loc": tuple(int(key) if key.isdigit() else key for key in place.split(".")),
+                        "loc": tuple(index_or_name(key) for key in place.split(".")),
                         "input": place,
                     }
                     for place, message in problems

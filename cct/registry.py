@@ -16,10 +16,12 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import chdir, contextmanager
 from hashlib import sha256
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -38,31 +40,64 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from cct.plain_yaml import Unreadable, read_file
+from cct.terminal import shortened
+
+_SCALARS = ("int", "float", "bool", "str")
+
+
+def _exact(schema: Any) -> Any:
+    """A core schema whose scalars take their own kind only, wherever they stand; lists may still become tuples."""
+    if isinstance(schema, list):
+        return [_exact(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: value if key == "metadata" else _exact(value) for key, value in schema.items()}
+    if schema.get("type") == "literal":
+        return core_schema.no_info_before_validator_function(_same_kind(schema["expected"]), schema)  # type: ignore[arg-type]
+    if schema.get("type") in _SCALARS:
+        schema.setdefault("strict", True)
+    return schema
+
+
+def _same_kind(expected: list[Any]) -> Any:
+    def check(value: Any) -> Any:
+        if any(value == one and type(value) is not type(one) for one in expected if isinstance(value, bool | int | float)):
+            raise _error("literal_error", f"input should be {' or '.join(map(repr, expected))}")
+        return value
+
+    return check
+
 
 class Knobs(BaseModel):
     """A frozen set of knobs. The docstring under each is its help, in `cct explain`, the schema and errors.
 
     No key is accepted and never read: an unknown one is refused, and so is one that another knob switches off (`unread`).
+    No value is turned into one of another kind: `true` and "3" are no numbers, 3.0 is no whole number, 1 is no boolean.
     """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return _exact(handler(source))
+
     @model_validator(mode="wrap")
     @classmethod
     def _know_every_key(cls, data: Any, handler: ModelWrapValidatorHandler) -> Any:
-        """An unknown key gets a guess, and hides no other problem; true and false are no numbers; what is set is read."""
+        """An unknown key gets a guess, and hides no other problem; what is set is read."""
         if not isinstance(data, dict):
             return handler(data)
+        bad = {str(key): key for key in data if key not in cls.model_fields}
         problems: list[Any] = []
-        for key, value in data.items():
-            if key not in cls.model_fields:
-                message = did_you_mean("key", str(key), cls.model_fields)
-                problems.append({"type": _error("unknown_key", message), "loc": (str(key),), "input": value})
-            elif isinstance(value, bool) and cls.model_fields[key].annotation in (int, float, int | None, float | None):
-                problems.append({"type": _error("number", "input should be a number"), "loc": (key,), "input": value})
-        bad = {problem["loc"][0] for problem in problems}
+        for key in list(bad)[:MOST_UNKNOWN]:
+            message = did_you_mean("key", key, cls.model_fields)
+            problems.append({"type": _error("unknown_key", message), "loc": (key,), "input": data[bad[key]]})
+        if len(bad) > MOST_UNKNOWN:
+            message = f"{len(bad) - MOST_UNKNOWN:,} further keys are unknown"
+            problems.append({"type": _error("unknown_key", message), "loc": (), "input": None})
         read: Any = None
         try:
             read = handler({key: value for key, value in data.items() if str(key) not in bad})
@@ -91,12 +126,16 @@ class Knobs(BaseModel):
         return type(self).model_fields[knob].get_default(call_default_factory=True)
 
 
+MOST_UNKNOWN = 5  # keys of one mapping that are named, each with a guess; the others are counted
+
+
 def _error(kind: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(kind, "{message}", {"message": message})  # type: ignore[arg-type]
 
 
 def did_you_mean(kind: str, name: str, known: Iterable[str]) -> str:
     """Says that there is none, guesses, and lists what there is."""
+    name = shortened(name, 80)  # difflib's time grows with the square of it
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f" (did you mean '{close[0]}'?)" if close else ""
     return f"no {kind} is called '{name}'{hint}; there are: {', '.join(known) or 'none'}"
@@ -266,7 +305,17 @@ def optional(module: str, extra: str) -> ModuleType:
         library = module.split(".")[0]
         if (error.name or "").split(".")[0] != library:
             raise  # the library is there, and lacks one of its own
-        raise ValueError(f"the library {library} is not installed; pip install 'cct[{extra}]' brings it") from None
+        raise ValueError(f"the library {library} is not installed; {install(extra)} brings it") from None
+
+
+def install(*extras: str) -> str:
+    """The command that installs extras, in the checkout that cct runs from where there is one."""
+    names = ",".join(extras)
+    root = Path(__file__).parents[1]
+    if not (root / "pyproject.toml").is_file():
+        return f"pip install 'credit-transport[{names}]'"
+    here = Path.cwd() == root
+    return f"pip install -e '.[{names}]'" + ("" if here else f" (in {root})")
 
 
 # --- what a part of one's own did ---------------------------------------------------------------
@@ -282,6 +331,19 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
 
 
+class Exited(ValueError):
+    """Code of the user's that called `sys.exit`, which would have ended cct without a word."""
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Raises Exited where the code within, a user's, calls `sys.exit` or the like; says where."""
+    try:
+        yield
+    except (SystemExit, GeneratorExit) as error:
+        raise Exited(f"it tried to end the process with {told(error)}") from error
+
+
 def described(value: Any) -> str:
     """What a part returned, for a message that says what was expected."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
@@ -291,6 +353,9 @@ def described(value: Any) -> str:
 
 # --- plug-ins ---------------------------------------------------------------------------------
 _PLUGIN = "cct_plugin_"  # begins the names of modules made from files
+
+
+MOST_CODE = 2**22  # bytes of one file
 
 
 class PluginError(ValueError):
@@ -304,20 +369,26 @@ def load_plugin(name: str, folder: Path, expected: str | None = None) -> str | N
     another. An error of the plug-in itself passes through with its own traceback.
     """
     is_file = name.endswith(".py")
-    path = (folder / name).resolve() if is_file else _module_file(name)
-    if path and not path.is_file():
-        raise PluginError(f"plug-in {name} not found at {path}")
-    digest = sha256(path.read_bytes()).hexdigest() if path else None
+    path = Path(os.path.realpath(folder / name)) if is_file else _module_file(name)
+    try:
+        digest = sha256(read_file(path, MOST_CODE)).hexdigest() if path else None
+    except Unreadable as error:
+        missing = f"not found at {path}" if path and not os.path.lexists(path) else f"{path}: {error}"
+        raise PluginError(f"plug-in {name} {missing}") from None
     if expected and (digest or "").lower() != expected.lower():
         raise PluginError(
             f"plug-in {name} has changed (SHA-256 {str(digest)[:12]}..., the recipe says {expected[:12]}...); "
             "restore it, or remove `sha256` to take it as it is"
         )
-    if is_file:
-        assert path
-        run_file(path)
-    else:
-        importlib.import_module(name)
+    try:
+        if is_file:
+            assert path
+            run_file(path)
+        else:
+            with no_exit():
+                importlib.import_module(name)
+    except Exited as error:
+        raise PluginError(f"plug-in {name} failed to import: {error}") from error
     return digest
 
 
@@ -332,9 +403,10 @@ def run_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        with no_exit(), chdir(Path.cwd()):  # the folder is as it was afterwards
+            spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[module_name]
+        sys.modules.pop(module_name, None)
         raise
     return module
 
@@ -348,8 +420,13 @@ def origin(cls: type[Component]) -> str:
 
 def _module_file(name: str) -> Path | None:
     """Where an installed module would be imported from; None where it has no file."""
-    named = name and not name.startswith(".") and "/" not in name
-    spec = importlib.util.find_spec(name) if named and importlib.util.find_spec(name.split(".")[0]) else None
+    words = name.split(".")
+    try:  # no parent is imported that is not there
+        named = all(word.isidentifier() for word in words) and importlib.util.find_spec(words[0]) is not None
+        with no_exit():
+            spec = importlib.util.find_spec(name) if named else None
+    except (ModuleNotFoundError, ValueError):  # below a module that is no package; one without a spec, such as __main__
+        spec = None
     if spec is None:
         raise PluginError(f"plug-in '{name}': no such module is installed; a file is named with its ending, ./my_plugin.py")
     return Path(spec.origin) if spec.origin and Path(spec.origin).is_file() else None
@@ -360,11 +437,13 @@ def load_entry_points() -> None:
     announced = entry_points()  # one look at every installed package
     for axis in REGISTRIES:
         for entry in announced.select(group=f"cct.{axis}"):
+            package = entry.dist.name if entry.dist else "?"
+            where = f"entry point {entry.name} = {entry.value} (cct.{axis}) of the installed package {package} failed to import"
             try:
-                entry.load()
+                with no_exit():
+                    entry.load()
+            except Exited as error:
+                raise PluginError(f"{where}: {error}") from error
             except Exception as error:
-                package = entry.dist.name if entry.dist else "?"
-                error.add_note(
-                    f"entry point {entry.name} = {entry.value} (cct.{axis}) of the installed package {package} failed to import"
-                )
+                error.add_note(where)
                 raise

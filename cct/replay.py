@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -19,6 +18,7 @@ from cct.loading import load_recipe, read_part
 from cct.recipe import Recipe, RecipeError
 from cct.registry import PluginError, load_plugin
 from cct.rollout import Credit, Rollout
+from cct.terminal import make_console
 from cct.training.folder import must_be_run
 from cct.training.rollouts import load, stored
 from cct.transport import Transport, gated_gae
@@ -227,14 +227,12 @@ def print_replay(folder: Path, written: Sequence[str], plugins: Sequence[str] = 
         shares = [f"{float(part) / total:.2f}" if total else "-" for part in found.parts]
         correlation = "-" if found.correlation is None else f"{found.correlation:.3f}"
         table.add_row(name, correlation, f"{found.same_sign / count:.3f}", f"{found.size / count:.4f}", *shares)
-    console = Console()
-    console = console if console.is_terminal else Console(width=max(WIDTH, console.width))
-    console.print(table)
-    console.print(
+    terminal = make_console(WIDTH)
+    terminal.print(table)
+    terminal.print(
         "correlation and same sign with the run's own advantages, over trainable tokens; the last columns: share of |A| in "
         "each fifth of a response",
-        highlight=False,
     )
     if save:
-        console.print(f"wrote {save_tokens(folder, written, plugins)}", highlight=False)
+        terminal.print(f"wrote {save_tokens(folder, written, plugins)}")
     return 0

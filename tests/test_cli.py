@@ -187,7 +187,7 @@ def test_a_process_ends_with_2_without_a_traceback():
     assert done.returncode == 2 and done.stdout == ""
     assert (
         done.stderr
-        == "error: --set seed=x: seed: input should be a valid integer, unable to parse string as an integer (found 'x'). "
+        == "error: --set seed=x: seed: input should be a valid integer (found 'x'). "
         + ("The one seed: weights, problems, sampling and shuffling derive from it.\n")
     )
 

@@ -547,7 +547,7 @@ def test_the_command_ends_with_2_where_nothing_can_be_said(capsys, argv, says):
 def test_without_hypothesis_the_extra_is_named():
     code = "import sys; sys.modules['hypothesis'] = None\nfrom cct.cli import main\nsys.exit(main(['check-operator', 'gae']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=100)
-    assert done.returncode == 2 and "pip install 'cct[check]'" in done.stderr
+    assert done.returncode == 2 and "pip install -e '.[check]'" in done.stderr
 
 
 def test_the_catalogue_is_up_to_date(capsys):

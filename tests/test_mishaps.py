@@ -448,7 +448,7 @@ def test_the_traceback_of_a_part_is_there_for_who_asks(broken, tmp_path, capsys,
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("logging.logger=tensorboard", "logging.logger: tensorboard is not installed: pip install 'cct[tensorboard]'"),
+        ("logging.logger=tensorboard", "logging.logger: tensorboard is not installed: pip install -e '.[tensorboard]'"),
         (
             "training.strategy=deepspeed_2",
             "training.strategy: deepspeed_2 needs DeepSpeed, which is not installed: pip install",

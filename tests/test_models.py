@@ -175,7 +175,7 @@ def test_a_gguf_file_that_is_not_there_is_told_with_those_that_are(gguf_folder):
 
 def test_gguf_without_its_library_names_the_extra(gguf_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"pip install 'cct\[gguf\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[gguf\]'"):
         load(gguf_folder[0], gguf_file="tiny.gguf")
 
 

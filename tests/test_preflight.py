@@ -143,7 +143,7 @@ def test_every_part_that_cannot_work_is_named_at_once(tmp_path, monkeypatch):
     assert [problem.split(":")[0] for problem in found] == ["task", "evidence.0", "evidence.1", "evaluation.frozen.gone"]
     for problem, says in zip(
         found,
-        ["did you mean 'max_digits'", "pip install 'cct[math]'", "nope.py does not exist", "a does not exist"],
+        ["did you mean 'max_digits'", "pip install -e '.[math]'", "nope.py does not exist", "a does not exist"],
         strict=True,
     ):
         assert says in problem

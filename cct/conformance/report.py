@@ -10,6 +10,7 @@ import cct.recipe  # noqa: F401  (registers every axis)
 from cct.loading import read_part
 from cct.recipe import RecipeError
 from cct.registry import REGISTRIES, Component, PluginError, did_you_mean, load_entry_points, load_plugin
+from cct.terminal import say
 
 from .base import AXES, FAILED, hypothesis
 
@@ -52,15 +53,15 @@ def print_verdicts(written: str, axis: str | None, overrides: Sequence[str], exa
         raise RecipeError(f"{axis} '{operator.use}': {error}") from None
     from .suite import check
 
-    print(f"{axis} {operator.use}  ({type(operator).file()})")
+    say(f"{axis} {operator.use}  ({type(operator).file()})")
     verdicts = check(operator, examples=examples)
     for verdict in verdicts:
-        print(f"  {verdict.outcome:<14}  {verdict.property:<11}  {verdict.says}")
+        say(f"  {verdict.outcome:<14}  {verdict.property:<11}  {verdict.says}")
         if verdict.why:
-            print(textwrap.indent(verdict.why, " " * 18))
+            say(textwrap.indent(verdict.why, " " * 18))
         if verdict.example:
-            print(" " * 18 + "smallest failing case:")
-            print(textwrap.indent(verdict.example, " " * 22))
+            say(" " * 18 + "smallest failing case:")
+            say(textwrap.indent(verdict.example, " " * 22))
     failed = [verdict.property for verdict in verdicts if verdict.outcome == FAILED]
-    print(f"{axis} {operator.use}: {'failed: ' + ', '.join(failed) if failed else 'ok'}")
+    say(f"{axis} {operator.use}: {'failed: ' + ', '.join(failed) if failed else 'ok'}")
     return 1 if failed else 0

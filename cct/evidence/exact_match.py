@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from cct.patterns import Pattern, last_match
 from cct.rollout import Prompt, Response
 
 from .base import Evidence, evidences
-from .patterns import Pattern, last_match
 
 
 @evidences.register("exact_match")

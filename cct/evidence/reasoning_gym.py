@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from cct.patterns import Pattern, last_match
 from cct.registry import optional
 from cct.rollout import Prompt, Response
 
 from .base import Evidence, evidences
-from .patterns import Pattern, last_match
 
 
 @evidences.register("reasoning_gym")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from pydantic import Field, model_validator
 
+from cct.patterns import Pattern, matches
 from cct.rollout import Prompt, Response
 
 from .base import Evidence, evidences
-from .patterns import Pattern
 
 
 @evidences.register("format")
@@ -23,8 +22,7 @@ class Format(Evidence):
     """Whether the whole response must match, or a part of it."""
 
     def __call__(self, prompt: Prompt, response: Response) -> float:
-        find = re.fullmatch if self.match == "full" else re.search
-        return float(find(self.pattern, response.text) is not None)
+        return float(matches(self.pattern, response.text, full=self.match == "full"))
 
 
 @evidences.register("length")

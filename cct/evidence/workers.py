@@ -77,7 +77,7 @@ def _prepare(source: str, knobs: dict[str, Any], use: str) -> None:
         load_plugin(source, Path.cwd())
         _PART = evidences[use].model_validate({**knobs, "time_limit": None})
         _PART.ready()
-    except Exception as error:  # a worker that ended here would be replaced for ever
+    except (Exception, SystemExit) as error:  # a worker that ended here would be replaced for ever
         _PART = Failure(Failure.of(error).reason)
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
+
+from cct.terminal import make_console, printable
 
 from .measure import Measured, measure
 from .scores import LEVEL, SCORES, SURE, ceiling, difference, split_half, true_variance, with_interval
@@ -74,39 +76,36 @@ def _finite(value: Any) -> Any:
 
 def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path | None, **knobs: Any) -> int:
     """Measure each run, print one table, write fidelity.json into each run's folder, and all to `output`. Returns 0."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=max(WIDTH, console.width))
+    terminal = make_console(WIDTH)
     found = []
     for source in sources:
-        with console.status(str(source)) as status:
+        with terminal.status(Text(printable(str(source)))) as status:
 
             def on_stage(stage: str, source: Path = source, status: Status = status) -> None:
-                status.update(f"{source}: {stage}")
+                status.update(Text(printable(f"{source}: {stage}")))
 
             found.append(summary(measure(source, written, on_stage=on_stage, **knobs)))
         if source.is_dir():
             (source / FILE).write_text(json.dumps(found[-1], indent=1) + "\n", encoding="utf-8")
     if output is not None:
         output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    console.print(table(found))
-    console.print(
+    terminal.print(table(found))
+    terminal.print(
         "Explained variance: of the Monte-Carlo return, by the values that the transport read. The others: credit against "
         "Q(s, a) - V(s) by continuing responses before and after a token. Rank correlation: Spearman's; "
         "exact knowledge of the advantage would reach the ceiling. Same sign: where the advantage is surely not 0. Bias, "
         "variance: of credit / scale around the advantage, in units of reward and its square; the scale makes credit the "
         f"advantage plus a constant and noise. [{LEVEL:.0%} intervals, bootstrap over prompts]",
-        highlight=False,
     )
     for one in found:
         truth = one["truth"]
-        console.print(
+        terminal.print(
             f"{one['source']}, iteration {one['iteration']}: {one['positions']} of the {one['undecided_tokens']:,} tokens (of "
             f"{one['trained_tokens']:,} in {one['responses']:,} responses) that were sampled with a probability below "
             f"{one['below']:g}, in responses to {one['prompts']} prompts; 2 x {one['continuations']} continuations each, "
             f"{one['continuation_tokens']:,} tokens, {one['seconds']:.0f} s. The advantage is surely not 0 at "
             f"{truth['surely_not_0']}; its variance is {truth['variance'] or math.nan:.2g}; halves of the truth correlate "
             f"{_shown(truth['split_half'])}.",
-            highlight=False,
         )
     return 0
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from cct.registry import Component, Knobs, Registry
+from cct.registry import Component, Knobs, Registry, install
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -69,7 +69,7 @@ class Policy(Component):
 
     def ready(self) -> None:
         if self.lora and find_spec("peft") is None:
-            raise ValueError("lora needs peft, which is not installed: pip install 'cct[lora]'")
+            raise ValueError(f"lora needs peft, which is not installed: {install('lora')}")
 
     @property
     def shape(self) -> Shape | None:

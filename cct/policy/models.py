@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+from cct.registry import install
+
 from .base import Policy, Shape, policies
 
 if TYPE_CHECKING:
@@ -154,9 +156,7 @@ class Pretrained(Policy):
             raise ValueError(f"policy.path: no file {file} in {folder}; GGUF files there: {there}")
         missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
         if missing:
-            raise ValueError(
-                f"policy.path: GGUF files need {' and '.join(missing)}, which is not installed: pip install 'cct[gguf]'"
-            )
+            raise ValueError(f"policy.path: GGUF files need {' and '.join(missing)}, which is not installed: {install('gguf')}")
         return {"pretrained_model_name_or_path": folder, "revision": self.revision, "gguf_file": file}
 
     @property

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from cct.recipe import RecipeError
 from cct.registry import optional
+from cct.terminal import make_console
 
 from .runner import Work, run_cells, show_status, status_table, submit_cells, works_of, write_recipes
 from .study import Study, dump_study, load_study, look_at_data
@@ -21,15 +22,14 @@ def command(action: str, path: Path, overrides: Sequence[str], root: Path, *, re
     """Returns 0, or 1 where cells of `run` have failed or are left. Raises RecipeError."""
     study, recipes = load_study(path, overrides)
     folder = root / study.name
-    console = Console()
-    console = console if console.is_terminal else Console(width=max(WIDTH, console.width))
+    console = make_console(WIDTH)
     works = works_of(study, recipes, folder)
     if action in ("run", "check"):
         look_at_data(recipes)
     if action == "check":
         begun = sum(work.state != "waiting" for work in works)
         arms = f"{len(study.arm_names)} arms" + (f" x {len(study.settings)} settings" if study.settings != [""] else "")
-        console.print(f"{path}: ok ({arms} x {len(study.seeds)} seeds = {len(works)} cells, {begun} begun)", highlight=False)
+        console.print(f"{path}: ok ({arms} x {len(study.seeds)} seeds = {len(works)} cells, {begun} begun)")
         return 0
     if action == "status":
         show_status(study, works, console)
@@ -57,9 +57,9 @@ def _end(study: Study, works: Sequence[Work], path: Path, folder: Path, console:
     _summary(study, works, folder, console)
     states = [work.state for work in works]
     if "failed" in states:
-        console.print(f"failed cells are left as they are; `cct study {path} --retry` tries them again", highlight=False)
+        console.print(f"failed cells are left as they are; `cct study {path} --retry` tries them again")
     elif len(works) > states.count("done"):
-        console.print(f"cells are left; `cct study {path}` goes on", highlight=False)
+        console.print(f"cells are left; `cct study {path}` goes on")
     return 0 if states.count("done") == len(works) else 1
 
 
@@ -69,7 +69,7 @@ def _summary(study: Study, works: Sequence[Work], folder: Path, console: Console
     results = summarise(study, works)
     write(results, works, folder)
     print_tables(study, results, console)
-    console.print(f"wrote {folder / 'results.json'} and {folder / 'cells.csv'}", highlight=False, soft_wrap=True)
+    console.print(f"wrote {folder / 'results.json'} and {folder / 'cells.csv'}", soft_wrap=True)
 
 
 def _installed(library: str, extra: str) -> None:

@@ -248,7 +248,7 @@ def run_cells(study: Study, works: Sequence[Work], recipes: Mapping[Cell, Recipe
         return True
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(text, soft_wrap=True)
 
     def warming(work: Work) -> bool:
         """Whether a running cell computes its warm start."""
@@ -322,7 +322,7 @@ def submit_cells(study: Study, works: Sequence[Work], console: Console, cluster:
             for work, job in list(waiting.items()):
                 if job.done():
                     del waiting[work]
-                    console.print(work.report, highlight=False, markup=False, soft_wrap=True)
+                    console.print(work.report, soft_wrap=True)
             time.sleep(POLL if cluster != "slurm" else SLURM_POLL)
 
 
@@ -404,4 +404,4 @@ def show_status(study: Study, works: Sequence[Work], console: Console) -> None:
     for work in works:
         if work.failed and not work.done:
             why = work.beside("failed").read_text(encoding="utf-8").strip()
-            console.print(f"failed: {work.title}: {why}; see {work.beside('log')}", highlight=False, soft_wrap=True)
+            console.print(f"failed: {work.title}: {why}; see {work.beside('log')}", soft_wrap=True)

@@ -234,7 +234,6 @@ def print_tables(study: Study, results: Mapping[str, Any], console: Console) -> 
         "area: mean of the learning curve by trapezoids; explained variance: of the Monte-Carlo return by what the transport "
         f"read, mean over a run and seeds; stable: no failure, no NaN, no fall of over {rule.max_drop:g} below the best "
         f"evaluation before, approx_kl at most {rule.max_kl:g}",
-        highlight=False,
     )
 
     metrics = list(dict.fromkeys(row["metric"] for row in results["arms"]))
@@ -264,10 +263,10 @@ def print_tables(study: Study, results: Mapping[str, Any], console: Console) -> 
 
     stability = results["stability"]
     counts = ", ".join(f"{row['arm']} {row['stable']}/{row['of']}" for row in stability["counts"])
-    console.print(f"stable {'settings' if study.settings != [''] else 'seeds'}: {counts}", highlight=False)
+    console.print(f"stable {'settings' if study.settings != [''] else 'seeds'}: {counts}")
     for pair in stability["fisher"]:
         tested = f"Fisher's exact p {_p(pair['p'])}, {_p(pair['p_holm'])} after Holm's correction"
-        console.print(f"  {pair['a']} against {pair['b']}: {tested}", highlight=False)
+        console.print(f"  {pair['a']} against {pair['b']}: {tested}")
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

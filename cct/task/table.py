@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from cct.patterns import Pattern, last_match
 from cct.rollout import Prompt
 
 from .base import Task
@@ -25,7 +26,7 @@ class Table(Task):
     """Field that holds the gold answer."""
     template: str | None = None
     """Text of the prompt, with fields in braces: `{question} Use \\boxed{{}}.`; null takes the prompt field as it is."""
-    answer_pattern: str | None = None
+    answer_pattern: Pattern | None = None
     """Regular expression; the first group of its last match in the answer field is the gold answer; null takes the field."""
     held_out_limit: int = Field(400, ge=1)
     """At most so many evaluation problems, the first ones."""
@@ -40,22 +41,14 @@ class Table(Task):
     @classmethod
     def _names_fields(cls, template: str | None) -> str | None:
         try:
-            fields = [name for _, name, _, _ in Formatter().parse(template or "") if name is not None]
+            parts = list(Formatter().parse(template or ""))
         except ValueError as error:
             raise ValueError(f"{error}; a brace that is no field is written twice, {{{{ or }}}}") from None
-        odd = [name for name in fields if not re.fullmatch(r"\w+", name)]
+        fields = [(name, format or conversion) for _, name, format, conversion in parts if name is not None]
+        odd = [name for name, shaped in fields if shaped or not re.fullmatch(r"\w+", name)]
         if odd:
             raise ValueError(f"{{{odd[0]}}} names no field of a row; a brace that is no field is written twice, {{{{}}}}")
         return template
-
-    @field_validator("answer_pattern")
-    @classmethod
-    def _compiles(cls, pattern: str | None) -> str | None:
-        try:
-            re.compile(pattern or "")
-        except re.error as error:
-            raise ValueError(f"not a regular expression: {error}") from None
-        return pattern
 
     def read(self) -> tuple[list[Prompt], list[Prompt]]:
         """Training and evaluation problems, each in the order of its source."""
@@ -93,13 +86,16 @@ class Table(Task):
     def _gold(self, where: str, answer: str) -> str:
         if self.answer_pattern is None:
             return answer
-        matches = list(re.finditer(self.answer_pattern, answer))
-        if not matches:
+        try:
+            found = last_match(self.answer_pattern, answer)
+        except ValueError as error:
+            raise ValueError(f"{where}: task.answer_pattern: {error}") from None
+        if found is None:
             raise ValueError(
                 f"{where}: nothing in field '{self.answer_field}' matches task.answer_pattern {self.answer_pattern!r} "
                 f"(it ends in {answer[-80:]!r})"
             )
-        return (matches[-1].group(1 if matches[-1].re.groups else 0) or "").strip()
+        return found
 
     @cached_property
     def _splits(self) -> tuple[list[Prompt], list[Prompt]]:

@@ -51,7 +51,7 @@ def build(
         torch.manual_seed(derive_seed(recipe.seed, "critic"))
         try:
             critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
-        except Exception as error:  # it may be the user's own
+        except (Exception, SystemExit) as error:  # it may be the user's own
             raise RecipeError(f"critic: {said(error)}") from error
     reference = None
     if recipe.needs("reference"):

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers.logger import Logger
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from cct.loading import dump_recipe
@@ -188,7 +189,7 @@ class Display:
         self.state.update(state)
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
     def warm_start(self, step: int, steps: int, loss: float) -> None:
         self.show(stage="warm start", step=f"{step}/{steps}", loss=f"{loss:.3f}")
@@ -222,5 +223,6 @@ class Display:
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 2))
-        table.add_row(f"[bold]{self.recipe.name}[/bold]", *(f"[dim]{key}[/dim] {value}" for key, value in self.state.items()))
+        states = (Text.assemble((key, "dim"), f" {value}") for key, value in self.state.items())
+        table.add_row(Text(self.recipe.name, "bold"), *states)
         return table

@@ -54,7 +54,7 @@ def start(recipe: Recipe, root: Path, *, console: Console, into: Path | None = N
         if folder is not None and not has_begun(folder):
             shutil.rmtree(folder)
             if not isinstance(error, RecipeError):
-                console.print(f"nothing was trained yet; {folder} is removed", highlight=False, soft_wrap=True)
+                console.print(f"nothing was trained yet; {folder} is removed", soft_wrap=True)
         raise
     return folder
 
@@ -137,7 +137,7 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
     checkpoint, skipped = newest_readable(folder)
     if is_first():
         for line in (*skipped, *(f"resuming with {change}" for change in changed)):
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
     if int(checkpoint.stem) >= recipe.training.iterations:
         if is_first():
             export(folder, folder / "policy")

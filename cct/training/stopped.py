@@ -20,6 +20,6 @@ def blamed_on(part: str, iteration: int | None = None) -> Iterator[None]:
         yield
     except (TrainingStopped, RecipeError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = "" if iteration is None else f" in iteration {iteration}"
         raise TrainingStopped(f"{part}{where}: {told(error)}") from error
