@@ -42,16 +42,16 @@ def read_file(path: Path | str, most: int = MOST_BYTES) -> bytes:
     """A file's bytes. Raises Unreadable where it is missing, no ordinary file, or larger than `most` bytes."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe without a writer would be waited for
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(handle)
+            raise Unreadable(f"cannot be read ({'a folder' if stat.S_ISDIR(mode) else 'a pipe or a device'}, not a file)")
+        with open(handle, "rb") as file:
+            data = file.read(most + 1)
     except FileNotFoundError:
         raise Unreadable("no such file") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL, or what the file system's encoding cannot hold
+    except (OSError, UnicodeError) as error:  # UnicodeError: what the file system's encoding cannot hold
         raise Unreadable(f"cannot be read ({getattr(error, 'strerror', None) or error})") from None
-    mode = os.fstat(handle).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(handle)
-        raise Unreadable(f"cannot be read ({'a folder' if stat.S_ISDIR(mode) else 'a pipe or a device'}, not a file)")
-    with open(handle, "rb") as file:
-        data = file.read(most + 1)
     if len(data) > most:
         raise Unreadable(f"cannot be read (larger than {most / 2**20:g} MB)")
     return data
