@@ -144,12 +144,14 @@ def _move(unfinished: Path, path: Path) -> None:
 
 
 def _refusal(error: BaseException | None) -> OSError | None:
-    """The operating system's error behind another one; libraries in Rust write its number into their text."""
+    """The operating system's error behind another one. Libraries in Rust write its number into their text, torch nothing."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in REFUSALS:
             return error
         if found := re.search(r"\(os error (\d+)\)", str(error)):
             return OSError(int(found[1]), os.strerror(int(found[1])))
+        if re.search("iostream error|unexpected pos|failed writing", str(error)):
+            return OSError(errno.EIO, "torch could write a part of it only")
         error = error.__cause__ or error.__context__
     return None
 
