@@ -83,10 +83,11 @@ def unreadable(checkpoint: Path) -> str | None:
 
 
 def _why(error: Exception) -> str:
-    """In a line; torch's advice to load what holds code all the same is left out."""
-    if found := re.search(r"(GLOBAL|Unsupported|Trying to|Can only) .*", str(error)):
-        return f"it holds more than tensors and numbers, and is not loaded: {found[0].split('. ')[0]}"
-    return " ".join(str(error).split("\n")[0].split()) or type(error).__name__
+    """In a line; torch's advice to load what may hold code all the same is left out."""
+    if found := re.search(r"GLOBAL (\S+)", str(error)):
+        return f"it holds {found[1]}, which could run code; only tensors and plain data are loaded"
+    told = re.search(r"WeightsUnpickler error: (.+)", str(error))
+    return " ".join((told[1] if told else str(error)).split("\n")[0].split()) or type(error).__name__
 
 
 @contextmanager
