@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
 
 from cct import __version__
+from cct.files import NO_ROOM, WriteError
+from cct.signals import Interrupted, answered
 from cct.terminal import encode_anything, printable, say
 
 AXES = ("task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry")
@@ -27,10 +30,11 @@ def main(argv: list[str] | None = None) -> int:
         say("error: the current folder no longer exists; go to another one", file=sys.stderr)
         return 2
     try:
-        code = arguments.verb(arguments)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        return code
+        with answered():
+            code = arguments.verb(arguments)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return code
     except RecipeError as error:
         for problem in error.problems:
             say(f"error: {problem}", file=sys.stderr)
@@ -45,11 +49,28 @@ def main(argv: list[str] | None = None) -> int:
         say(f"error: {broken}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `cct schema | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()
         return 0
+    except WriteError as error:
+        say(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _leave_stdout()  # it may be where nothing can be written
+        say(f"error: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as error:
+        print("interrupted" if error.number == signal.SIGINT else f"interrupted by {error.name}", file=sys.stderr)
+        return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _leave_stdout() -> None:
+    """What is still to be written there goes nowhere, or Python complains when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _stopped(error: Exception) -> int:
@@ -92,6 +113,13 @@ def _parser() -> argparse.ArgumentParser:
         command = verbs.add_parser(name, help=help, description=help, allow_abbrev=False)
         command.set_defaults(verb=verb)
         return command
+
+    def add_trust(command: argparse.ArgumentParser) -> None:
+        command.add_argument(
+            "--trust-plugins",
+            action="store_true",
+            help="run plug-ins of the run's recipe that have no recorded SHA-256, or another one: they may be anyone's code",
+        )
 
     def add_set(command: argparse.ArgumentParser) -> None:
         command.add_argument(
@@ -153,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("run", type=Path)
     evaluate.add_argument("--samples", type=int, default=0, metavar="N", help="sample N responses to each problem as well")
     evaluate.add_argument("--ks", type=_numbers, default=[1], metavar="K,K", help="the k of pass@k, at most N (default: 1)")
+    add_trust(evaluate)
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the metrics there, too")
 
     replay = add("replay", _replay, "recompute the credit of a run's stored rollouts under other transports, and compare")
@@ -161,6 +190,7 @@ def _parser() -> argparse.ArgumentParser:
         "--transport", action="append", default=[], metavar="YAML", help="a name or '{use: gae, lam: 0.95}'; may be repeated"
     )
     replay.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
+    add_trust(replay)
     replay.add_argument("--save", action="store_true", help="write tokens.json: some responses token by token, for the report")
 
     study = add("study", _study, "run a study, recipes times seeds side by side, and its statistics; goes on where it was cut")
@@ -181,6 +211,8 @@ def _parser() -> argparse.ArgumentParser:
         "--transport", action="append", default=[], metavar="YAML", help="to show beside a run's own; as for replay"
     )
     report.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
+
+    add_trust(report)
 
     fidelity = add("fidelity", _fidelity, "score the credit of transports against the true advantage, found by branching")
     fidelity.add_argument(
@@ -209,10 +241,13 @@ def _parser() -> argparse.ArgumentParser:
     fidelity.add_argument("--seed", type=int, metavar="S", help="of prompts and sampling (default: the recipe's)")
     fidelity.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results of all runs here, as JSON")
 
+    add_trust(fidelity)
+
     export = add("export", _export, "write the policy of a run's checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path)
     export.add_argument("folder", type=Path, help="made; must not hold anything")
     export.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the newest)")
+    add_trust(export)
     return parser
 
 
@@ -363,18 +398,19 @@ def _numbers(text: str) -> list[int]:
 def _eval(arguments: argparse.Namespace) -> int:
     import json
 
-    from cct.training.folder import must_be_trained, write_whole
+    from cct.files import write_text
+    from cct.training.folder import must_be_trained
 
     must_be_trained(arguments.run)  # before torch is imported
     from cct.training.run import evaluate_run
     from cct.training.stopped import TrainingStopped
 
     try:
-        metrics = evaluate_run(arguments.run, arguments.samples, arguments.ks)
+        metrics = evaluate_run(arguments.run, arguments.samples, arguments.ks, trust=arguments.trust_plugins)
     except TrainingStopped as error:
         return _stopped(error)
     if arguments.json:
-        write_whole(arguments.json, json.dumps(metrics, indent=1) + "\n")
+        write_text(arguments.json, json.dumps(metrics, indent=1) + "\n")
     width = max(18, *map(len, metrics))
     for name, value in metrics.items():
         say(f"{name:<{width}} {value:.4f}")
@@ -387,7 +423,9 @@ def _replay(arguments: argparse.Namespace) -> int:
     must_be_run(arguments.run)
     from cct.replay import print_replay
 
-    return print_replay(arguments.run, arguments.transport, arguments.plugin, save=arguments.save)
+    return print_replay(
+        arguments.run, arguments.transport, arguments.plugin, save=arguments.save, trust=arguments.trust_plugins
+    )
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -403,7 +441,7 @@ def _report(arguments: argparse.Namespace) -> int:
         if stored and (arguments.transport or written < max(path.stat().st_mtime for path in stored)):
             from cct.replay import save_tokens
 
-            save_tokens(source, arguments.transport, arguments.plugin)
+            save_tokens(source, arguments.transport, arguments.plugin, trust=arguments.trust_plugins)
     try:
         for path in write_report(arguments.source, arguments.output):
             say(f"wrote {path}")
@@ -442,6 +480,7 @@ def _fidelity(arguments: argparse.Namespace) -> int:
             below=arguments.below,
             continuations=arguments.continuations,
             seed=arguments.seed,
+            trust=arguments.trust_plugins,
         )
     except TrainingStopped as error:
         return _stopped(error)
@@ -459,7 +498,8 @@ def _export(arguments: argparse.Namespace) -> int:
     must_be_run(arguments.run)
     from cct.training.export import export
 
-    say(f"wrote {arguments.folder} from {export(arguments.run, arguments.folder, arguments.iteration)}")
+    checkpoint = export(arguments.run, arguments.folder, arguments.iteration, trust=arguments.trust_plugins)
+    say(f"wrote {arguments.folder} from {checkpoint}")
     return 0
 
 

@@ -14,12 +14,13 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from cct.loading import load_recipe, read_part
+from cct.files import write_text
+from cct.loading import read_part
 from cct.recipe import Recipe, RecipeError
 from cct.registry import PluginError, load_plugin
 from cct.rollout import Credit, Rollout
 from cct.terminal import make_console
-from cct.training.folder import must_be_run
+from cct.training.folder import load_run
 from cct.training.rollouts import load, stored
 from cct.transport import Transport, gated_gae
 
@@ -73,10 +74,12 @@ class Replay:
     transports: dict[str, Transport]
 
     @classmethod
-    def of(cls, folder: Path, written: Sequence[str], plugins: Sequence[str] = ()) -> Replay:
-        """Raises RecipeError where the run has no rollouts, or a transport is none."""
-        must_be_run(folder)
-        recipe, paths = load_recipe(folder / "recipe.yaml"), stored(folder)
+    def of(cls, folder: Path, written: Sequence[str], plugins: Sequence[str] = (), *, trust: bool = False) -> Replay:
+        """trust: run plug-ins of the recipe without a recorded SHA-256.
+
+        Raises RecipeError where the run has no rollouts, or a transport is none.
+        """
+        recipe, paths = load_run(folder, trust=trust), stored(folder)
         if not paths:
             raise RecipeError(
                 f"{folder}: no rollouts were stored (logging.rollouts is {recipe.logging.rollouts}, rollouts_mb "
@@ -99,12 +102,14 @@ class Replay:
         return {name: _credit(part, name, rollout, self.recipe, iteration) for name, part in self.transports.items()}
 
 
-def compare(folder: Path, written: Sequence[str], plugins: Sequence[str] = ()) -> tuple[list[int], dict[str, Sums]]:
+def compare(
+    folder: Path, written: Sequence[str], plugins: Sequence[str] = (), *, trust: bool = False
+) -> tuple[list[int], dict[str, Sums]]:
     """The iterations that are stored, and for each transport, the run's own first, how its credit compares.
 
     Raises RecipeError where the run has no rollouts, or where they lack what a transport reads.
     """
-    replay = Replay.of(folder, written, plugins)
+    replay = Replay.of(folder, written, plugins, trust=trust)
     sums = {name: Sums() for name in replay.transports}
     for number, path in replay.paths.items():
         rollout = load(path)
@@ -115,13 +120,13 @@ def compare(folder: Path, written: Sequence[str], plugins: Sequence[str] = ()) -
     return list(replay.paths), sums
 
 
-def save_tokens(folder: Path, written: Sequence[str], plugins: Sequence[str] = ()) -> Path:
+def save_tokens(folder: Path, written: Sequence[str], plugins: Sequence[str] = (), *, trust: bool = False) -> Path:
     """Write tokens.json into the run: some stored responses token by token, with what each transport made of them.
 
     Of the first and of the last stored iteration after the warm-up, and of PROMPTS prompts each, one response that scored
     highest and one that scored lowest. Raises RecipeError as `compare`.
     """
-    replay = Replay.of(folder, written, plugins)
+    replay = Replay.of(folder, written, plugins, trust=trust)
     recipe = replay.recipe
     tokenizer = recipe.policy.tokenizer(alphabet=recipe.task.alphabet)
     numbers = [number for number in replay.paths if number > 0] or list(replay.paths)
@@ -133,7 +138,7 @@ def save_tokens(folder: Path, written: Sequence[str], plugins: Sequence[str] = (
         for row in _telling(rollout):
             responses.append({"iteration": number} | _response(rollout, credits, deltas, row, tokenizer))
     path = folder / "tokens.json"
-    path.write_text(json.dumps({"recipe": recipe.name, "responses": responses}, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps({"recipe": recipe.name, "responses": responses}, ensure_ascii=False) + "\n")
     return path
 
 
@@ -206,9 +211,11 @@ def _credit(transport: Transport, name: str, rollout: Rollout, recipe: Recipe, i
     return credit
 
 
-def print_replay(folder: Path, written: Sequence[str], plugins: Sequence[str] = (), *, save: bool = False) -> int:
+def print_replay(
+    folder: Path, written: Sequence[str], plugins: Sequence[str] = (), *, save: bool = False, trust: bool = False
+) -> int:
     """Print the table; write tokens.json, if asked. Returns 0."""
-    iterations, sums = compare(folder, written, plugins)
+    iterations, sums = compare(folder, written, plugins, trust=trust)
     tokens = next(iter(sums.values())).tokens
     span = f"{iterations[0]} to {iterations[-1]}" if len(iterations) > 1 else str(iterations[0])
     table = Table(
@@ -234,5 +241,5 @@ def print_replay(folder: Path, written: Sequence[str], plugins: Sequence[str] = 
         "each fifth of a response",
     )
     if save:
-        terminal.print(f"wrote {save_tokens(folder, written, plugins)}")
+        terminal.print(f"wrote {save_tokens(folder, written, plugins, trust=trust)}")
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import yaml
 
+from cct.files import write_text
 from cct.recipe import RecipeError
 from cct.registry import load_entry_points
 
@@ -104,5 +105,5 @@ def new_transport(name: str, folder: Path) -> list[Path]:
     if name.startswith("test_") or name == "conftest" or importlib.util.find_spec(name) is not None:
         raise RecipeError(f"'{name}' is a module that pytest or Python would import in its place; choose another name")
     for file, text in texts.items():
-        (folder / file).write_text(text.format(name=name, cls=cls), encoding="utf-8")
+        write_text(folder / file, text.format(name=name, cls=cls))
     return [folder / file for file in texts]

@@ -39,11 +39,11 @@ from cct.training.warm_start import warm_start
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file but Lightning's logs, of which a start makes its own folder."""
+    """Every file but the lock and Lightning's logs, of which a start makes its own folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and "logs" not in path.parts
+        if path.is_file() and "logs" not in path.parts and path.name != ".lock"
     }
 
 

@@ -18,6 +18,7 @@ from cct.cli import main
 from cct.evidence import Evidence, close_workers
 from cct.evidence.exact_match import ExactMatch
 from cct.evidence.python import PythonFunction
+from cct.files import WriteError
 from cct.loading import dump_recipe, load_recipe
 from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response, derive_seed
@@ -200,6 +201,7 @@ def test_a_checkpoint_of_a_version_without_lessons_is_gone_on_with(tmp_path):
     saved = final_state(folder)
     assert saved["RolloutData"].pop("lessons") == []
     torch.save(saved, checkpoints(folder)[-1])
+    (folder / "SHA256SUMS").unlink()
     resume(folder, None, ["training.iterations=3"], console=Console(file=io.StringIO()))
     assert read_metrics(folder)[-1]["iteration"] == 3
 
@@ -252,13 +254,13 @@ def test_resuming_drops_lines_that_were_cut_and_checkpoints_that_were_not_finish
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (folder / name).open("a") as file:
             file.write('{"iteration": 3, "prom')
-    (folder / "checkpoints" / ".000003.ckpt").write_bytes(b"cut")
+    (folder / "checkpoints" / ".000003.ckpt.0123abcd.tmp").write_bytes(b"cut")
     assert [e["iteration"] for e in read_metrics(folder)] == [0, 1, 2]
     resume(folder, None, ["training.iterations=3"], console=Console(file=io.StringIO()))
     assert [e["iteration"] for e in read_metrics(folder)] == [0, 1, 2, 3]
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {sample["iteration"] for sample in samples} == {1, 2, 3}
-    assert not [path.name for path in folder.rglob(".*")]  # nothing unfinished is left
+    assert [path.name for path in folder.rglob(".*")] == [".lock"]  # nothing unfinished is left
 
 
 def test_a_run_that_was_cut_before_its_export_is_exported(tmp_path):
@@ -754,7 +756,7 @@ def test_what_only_the_model_can_tell_is_said_before_anything_is_trained(change,
 
 def test_a_file_where_run_folders_should_be_is_said(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(RecipeError, match="no folder can be made there"):
+    with pytest.raises(WriteError, match="file/grpo/001: cannot be written .Not a directory"):
         start(tiny("grpo"), tmp_path / "file", console=Console(file=io.StringIO()))
 
 

@@ -83,6 +83,7 @@ def measure(
     below: float = 0.95,
     continuations: int = 32,
     seed: int | None = None,
+    trust: bool = False,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Measured:
     """Branch from rollouts of a run's checkpoint (`at` an iteration; default: the newest), or of a recipe's starting policy.
@@ -94,11 +95,12 @@ def measure(
     positions: tokens looked at, drawn from the trainable ones that were sampled with a probability below `below`; a surer token
     decides little, its advantage is at most 1 - below of the range of rewards. continuations: from before each of them and
     from after it, half of them for each half of the truth. seed: of prompts and sampling, in place of the recipe's.
+    trust: run plug-ins of a run's recipe without a recorded SHA-256.
 
     Raises RecipeError where a transport cannot be computed here, TrainingStopped where evidence fails.
     """
     started = time.perf_counter()
-    recipe, agent, tokenizer, moments, iteration = _opened(source, at)
+    recipe, agent, tokenizer, moments, iteration = _opened(source, at, trust)
     variants = _variants(source, recipe, written, critics, plugins)
     if seed is not None:
         variants = {name: one.model_copy(update={"seed": seed}) for name, one in variants.items()}
@@ -166,10 +168,10 @@ def measure(
 Opened = tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]  # as `restore` returns it
 
 
-def _opened(source: Path, at: int | None) -> Opened:
+def _opened(source: Path, at: int | None, trust: bool) -> Opened:
     """A run as it was after an iteration, or a recipe before its first update."""
     if (source / "recipe.yaml").is_file():
-        return restore(source, at)
+        return restore(source, at, trust=trust)
     if at is not None:
         raise RecipeError(f"{source}: a recipe has no checkpoints, so there is none of iteration {at}; name a run folder")
     recipe = load_recipe(source)

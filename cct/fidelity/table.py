@@ -14,6 +14,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from cct.files import write_text
 from cct.terminal import make_console, printable
 
 from .measure import Measured, measure
@@ -86,9 +87,9 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
 
             found.append(summary(measure(source, written, on_stage=on_stage, **knobs)))
         if source.is_dir():
-            (source / FILE).write_text(json.dumps(found[-1], indent=1) + "\n", encoding="utf-8")
+            write_text(source / FILE, json.dumps(found[-1], indent=1) + "\n")
     if output is not None:
-        output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_text(output, json.dumps(found, indent=1) + "\n")
     terminal.print(table(found))
     terminal.print(
         "Explained variance: of the Monte-Carlo return, by the values that the transport read. The others: credit against "

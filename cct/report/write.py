@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from cct.files import write_text
+
 from .read import ReportError
 from .runs import runs_report
 from .study import is_study, study_report
@@ -29,7 +31,6 @@ def write_report(sources: Sequence[Path], output: Path | None = None) -> list[Pa
     if page.suffix != ".html":
         raise ReportError(f"{page}: the page is HTML; name a file that ends in .html")
     beside = page.with_suffix(".md")
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(report.html(), encoding="utf-8")
-    beside.write_text(report.markdown(), encoding="utf-8")
+    write_text(page, report.html())
+    write_text(beside, report.markdown())
     return [page, beside]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cct.files import write_text
 from cct.recipe import RecipeError
 from cct.registry import optional
 from cct.terminal import make_console
@@ -40,7 +41,7 @@ def command(action: str, path: Path, overrides: Sequence[str], root: Path, *, re
         _installed("submitit", "submitit")
     if action == "run":
         write_recipes(works, recipes)
-        (folder / "study.yaml").write_text(dump_study(study), encoding="utf-8")
+        write_text(folder / "study.yaml", dump_study(study))
         for work in works if retry else ():
             work.beside("failed").unlink(missing_ok=True)
         if study.executor == "slurm":

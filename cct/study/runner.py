@@ -6,28 +6,27 @@ beside them: a study whose runner was killed finds its cells as they are, those 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from cct.files import Held, append, hold, write_text
 from cct.loading import changes, dump_recipe, load_recipe
 from cct.recipe import Recipe, RecipeError
+from cct.training.folder import read_metrics
 
 from .study import Cell, Evaluate, Study
 
@@ -63,11 +62,7 @@ class Work:
     @property
     def events(self) -> list[dict[str, Any]]:
         """What the run wrote to metrics.jsonl so far; a last line that is being written is left out."""
-        try:
-            text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in text.split("\n")[:-1]]
+        return read_metrics(self.folder)
 
     @property
     def evaluation(self) -> dict[str, float]:
@@ -122,14 +117,10 @@ class Work:
     # --- going on -----------------------------------------------------------------------------
     def hold(self) -> int | None:
         """The cell's lock, as a file descriptor; None where another process has it. Ends with the last process that has it."""
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        held = os.open(self.beside("lock"), os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(held)
+            return hold(self.beside("lock"))
+        except Held:
             return None
-        return held
 
     def next_step(self) -> list[str]:
         """Arguments of the `cct` that brings it further; none where it is done."""
@@ -155,9 +146,8 @@ class Work:
         if "--into" in arguments:
             shutil.rmtree(self.folder, ignore_errors=True)  # cut before its first checkpoint
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        append(self.beside("log"), f"$ cct {' '.join(arguments)}\n")
         with self.beside("log").open("a", encoding="utf-8") as log:
-            log.write(f"$ cct {' '.join(arguments)}\n")
-            log.flush()
             process = subprocess.Popen(
                 [sys.executable, "-m", "cct.cli", *arguments],
                 stdin=subprocess.DEVNULL,
@@ -175,7 +165,7 @@ class Work:
             self.fail(f"killed by signal {-code}" if code < 0 else f"exit code {code}")
 
     def fail(self, why: str) -> None:
-        self.beside("failed").write_text(f"{why}\n", encoding="utf-8")
+        write_text(self.beside("failed"), f"{why}\n")
 
     @property
     def report(self) -> str:
@@ -220,14 +210,13 @@ def works_of(study: Study, recipes: Mapping[Cell, Recipe], root: Path) -> list[W
 def write_recipes(works: Sequence[Work], recipes: Mapping[Cell, Recipe]) -> None:
     """The recipe that each cell is run from, beside its run folder."""
     for work in works:
-        work.folder.parent.mkdir(parents=True, exist_ok=True)
-        work.beside("recipe.yaml").write_text(dump_recipe(recipes[work.cell]), encoding="utf-8")
+        write_text(work.beside("recipe.yaml"), dump_recipe(recipes[work.cell]))
 
 
 def run_cells(study: Study, works: Sequence[Work], recipes: Mapping[Cell, Recipe], console: Console) -> None:
     """Run every cell that is neither done nor failed, `study.jobs` side by side, until `study.hours` are over.
 
-    On an interrupt (Ctrl-C, SIGTERM) the cells are interrupted, waited for, and KeyboardInterrupt is raised.
+    On an interrupt (Control-C, and SIGTERM under `cct`) the cells are interrupted, waited for, and KeyboardInterrupt is raised.
     """
     deadline = time.monotonic() + study.hours * 3600 if study.hours else float("inf")
     waiting = [work for work in works if work.state not in ("done", "failed")]
@@ -259,7 +248,7 @@ def run_cells(study: Study, works: Sequence[Work], recipes: Mapping[Cell, Recipe
         )
 
     try:
-        with _terminable(), _live(lambda: status_table(study, works), console):
+        with _live(lambda: status_table(study, works), console):
             while running or (waiting and time.monotonic() < deadline):
                 for work, step in list(running.items()):
                     code = step.process.poll()
@@ -338,21 +327,6 @@ def _stop(processes: Sequence[subprocess.Popen]) -> None:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-class _terminable:
-    """SIGTERM is an interrupt within."""
-
-    def __enter__(self) -> None:
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            raise KeyboardInterrupt
-
-        self.main = threading.current_thread() is threading.main_thread()
-        self.before = signal.signal(signal.SIGTERM, interrupt) if self.main else None
-
-    def __exit__(self, *exception: object) -> None:
-        if self.main:
-            signal.signal(signal.SIGTERM, self.before)
 
 
 def _live(render: Callable[[], Table], console: Console) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cct.files import whole, write_text
 from cct.training.folder import EXPLAINED
 
 from .runner import Work
@@ -183,8 +184,8 @@ def _without_nan(value: Any) -> Any:
 
 def write(results: Mapping[str, Any], works: Sequence[Work], folder: Path) -> None:
     """`results.json`, and `cells.csv`: one line per cell and event of its metrics.jsonl."""
-    (folder / "results.json").write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    with (folder / "cells.csv").open("w", encoding="utf-8", newline="") as file:
+    write_text(folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+    with whole(folder / "cells.csv") as unfinished, unfinished.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["arm", "setting", "seed", *COLUMNS])
         for work in works:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from cct.files import append, forget, kept, remove, write_text, writing
 from cct.loading import dump_recipe
 from cct.policy.weights import save
 from cct.recipe import Recipe
+from cct.signals import Ending, Interrupted
 
-from .folder import checkpoints, drop_lines_after, write_whole
+from .folder import checkpoints, drop_lines_after
 from .module import CreditModule, RolloutData
 from .profile import Profile
 from .ranks import Ranks
@@ -48,8 +50,7 @@ class JsonLinesLogger(Logger):
         """Nothing: recipe.yaml holds them."""
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"iteration": step, **metrics}) + "\n")
+        append(self.path, json.dumps({"iteration": step, **metrics}) + "\n")
 
 
 class Recorder(Callback):
@@ -61,9 +62,11 @@ class Recorder(Callback):
         folder: Path | None,
         tokenizer: PreTrainedTokenizerBase,
         display: Display,
+        ending: Ending,
         profile: Profile | None = None,
     ):
         self.recipe, self._folder, self.tokenizer, self.display, self.profile = recipe, folder, tokenizer, display, profile
+        self.ending = ending
         self.resumed: int | None = None  # the iteration after which a run is gone on with, until it has done one
         self.pause = 0.0  # seconds since sampling began that are no part of the iteration
 
@@ -106,35 +109,43 @@ class Recorder(Callback):
         if self.profile is not None:
             self.profile.took(iteration, metrics)
         if trainer.is_global_zero:
-            with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-                for sample in ended.samples:
-                    file.write(json.dumps({"iteration": iteration, **asdict(sample)}, ensure_ascii=False) + "\n")
+            samples = ({"iteration": iteration, **asdict(sample)} for sample in ended.samples)
+            append(self.folder / "samples.jsonl", "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
             store(ended.rollout, self.folder, iteration, self.recipe.logging)
-        if last or (iteration > 0 and iteration % self.recipe.training.checkpoint_every == 0):
-            whole = self.folder / "checkpoints" / f"{iteration:06d}.ckpt"
-            unfinished = whole.with_name(f".{whole.name}")  # a run may be killed at any time
-            trainer.save_checkpoint(unfinished)
-            if trainer.is_global_zero:
-                _put(unfinished, whole)
-            for old in checkpoints(self.folder)[: -self.recipe.training.keep_checkpoints] if trainer.is_global_zero else []:
-                _remove(old)
+        asked = next((number for number in Ranks.current().gather(self.ending.asked) if number is not None), None)
+        due = iteration % self.recipe.training.checkpoint_every == 0 or asked is not None
+        if last or (iteration > 0 and due):
+            self._checkpoint(trainer, iteration)
+        if asked is not None and not last:
+            self.ending.close()
+            raise Interrupted(asked)
+        if iteration > 0:
+            self.ending.lap()
+
+    def _checkpoint(self, trainer: Trainer, iteration: int) -> None:
+        """All processes call; the first one's place is where the parts of DeepSpeed's are put together."""
+        path = self.folder / "checkpoints" / f"{iteration:06d}.ckpt"
+        with kept(self.folder, path) if trainer.is_global_zero else nullcontext() as place, writing(path):
+            trainer.save_checkpoint(trainer.strategy.broadcast(place))
+        for old in checkpoints(self.folder)[: -self.recipe.training.keep_checkpoints] if trainer.is_global_zero else []:
+            remove(old)
+            forget(self.folder, old)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Export while every process still holds its part of the weights."""
         assert isinstance(module, CreditModule)
         self.display.show(stage="export")
-        unfinished = self.folder / ".policy"
-        save(module.agent.actor, self.tokenizer, unfinished if trainer.is_global_zero else None)
-        if trainer.is_global_zero:
-            _put(unfinished, self.folder / "policy")
+        with kept(self.folder, self.folder / "policy") if trainer.is_global_zero else nullcontext() as place:
+            save(module.agent.actor, self.tokenizer, place)
 
     def _take_over(self, reached: int) -> None:
         """A resumed run has done its first iteration, so nothing refused it: what came after its checkpoint goes."""
-        write_whole(self.folder / "recipe.yaml", dump_recipe(self.recipe))
+        write_text(self.folder / "recipe.yaml", dump_recipe(self.recipe))
         drop_lines_after(self.folder, reached)
         drop_after(self.folder, reached)
         for later in [path for path in checkpoints(self.folder) if int(path.stem) > reached]:  # they could not be read
-            _remove(later)
+            remove(later)
+            forget(self.folder, later)
 
     def _evaluate(self, trainer: Trainer) -> dict[str, float]:
         data = trainer.datamodule  # type: ignore[attr-defined]
@@ -147,20 +158,10 @@ class Recorder(Callback):
 
     def _log(self, trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=iteration)
-            logger.save()
+            with writing(self.folder / "logs"):
+                logger.log_metrics(metrics, step=iteration)
+                logger.save()
         self.display.iteration(iteration, metrics)
-
-
-def _put(unfinished: Path, place: Path) -> None:
-    """Move a file or folder to its place, which it takes from an older one."""
-    if place.exists():
-        _remove(place)
-    unfinished.rename(place)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()  # DeepSpeed's checkpoints are folders
 
 
 class Display:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cct.loading import changes, load_recipe
+from cct.files import LOCK, Held, locked, sweep, write_text, writing
+from cct.loading import Source, changes, load_recipe, override, read_yaml, recipe_of, with_bases
 from cct.recipe import Recipe, RecipeError
 
 # What a resumed run keeps: the weights, what they were made from, and how epochs are counted.
@@ -25,7 +27,8 @@ def new_folder(root: Path, name: str) -> Path:
     while True:
         folder = root / name / f"{number:03d}"
         try:
-            folder.mkdir(parents=True)
+            with writing(folder):
+                folder.mkdir(parents=True)
             return folder
         except FileExistsError:  # another run took it
             number += 1
@@ -39,6 +42,44 @@ def must_be_run(folder: Path) -> None:
         )
     if not (folder / "recipe.yaml").is_file():
         raise RecipeError(f"{folder}: not a run folder (no recipe.yaml)")
+
+
+def load_run(folder: Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
+    """The recipe of a run that is looked at. Raises RecipeError where the folder is none of a run.
+
+    A plug-in is imported, which runs it, where it has the SHA-256 that the run recorded; with `trust` any is.
+    """
+    must_be_run(folder)
+    path = folder / "recipe.yaml"
+    source = with_bases(read_yaml(path), path)
+    for text in overrides:
+        source = override(text).lay_over(source)
+    plugins = source.data.get("plugins")
+    plugins = [dict(one) if isinstance(one, dict) else {"path": one} for one in plugins] if isinstance(plugins, list) else []
+    for plugin in plugins:
+        if trust:
+            plugin["sha256"] = None
+        elif not plugin.get("sha256"):
+            raise RecipeError(
+                f"{path}: the plug-in {plugin.get('path')} has no SHA-256, which a run records, so it may be anyone's code; "
+                "--trust-plugins runs it"
+            )
+    return recipe_of(Source(source.data | ({"plugins": plugins} if plugins else {}), source.marks), path)
+
+
+@contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """One process at a time trains in a folder. Raises RecipeError where another one does.
+
+    What a killed process left half written is removed.
+    """
+    try:
+        with locked(folder):
+            for place in (folder, folder / "checkpoints", folder / "rollouts"):
+                sweep(place)
+            yield
+    except Held as held:
+        raise RecipeError(f"{folder}: {held} is training in it (its lock is {LOCK}); wait for it, or end it") from None
 
 
 def must_be_trained(folder: Path) -> None:
@@ -88,14 +129,7 @@ def drop_lines_after(folder: Path, iteration: int) -> None:
     for path in (folder / name for name in LINES):
         kept = [event for event in read_lines(path) if event["iteration"] <= iteration]
         if path.is_file():
-            write_whole(path, "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in kept))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+            write_text(path, "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in kept))
 
 
 # --- going on ---------------------------------------------------------------------------------
@@ -116,6 +150,8 @@ def to_resume(folder: Path, recipe: Recipe | None = None, overrides: Sequence[st
     kept = KEPT + (KEPT_BY_DEEPSPEED if saved[-1].is_dir() or recipe.training.strategy.startswith("deepspeed") else ())
     refused = [line for line in changed if any(line.startswith((f"{place}:", f"{place}.")) for place in kept)]
     refused = [line if len(line) <= LONG else f"{line[:LONG]}..." for line in refused]
+    if recipe.task != before.task and recipe.policy.warm_start is not None and recipe.needs("reference"):
+        refused.append("task: another one, on whose demonstrations the reference model would be made again")
     if recipe.policy.reads_alphabet and recipe.task != before.task and recipe.task.alphabet != before.task.alphabet:
         refused.append("task: other characters, of which the policy's tokenizer is made")
     if refused:
@@ -125,6 +161,12 @@ def to_resume(folder: Path, recipe: Recipe | None = None, overrides: Sequence[st
             "Begin a new run for that"
         )
     reached = int(saved[-1].stem)
+    if reached > recipe.training.iterations:
+        raise RecipeError(
+            f"{folder}: iteration {reached} is done, and training.iterations is {recipe.training.iterations}; "
+            f"`cct export {folder} FOLDER --iteration N` writes the policy of an earlier checkpoint "
+            f"(there are those of {', '.join(str(int(path.stem)) for path in saved)})"
+        )
     if reached >= recipe.training.iterations and (folder / "policy").exists():
         raise RecipeError(
             f"{folder}: complete, all {recipe.training.iterations} iterations are done; "

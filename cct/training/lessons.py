@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -10,10 +11,23 @@ from torch import Tensor
 
 from cct.critic.functional import rank_in_group
 from cct.geometry.functional import aggregation_weights
+from cct.recipe import Recipe
 from cct.rollout import Rollout, Trace
 
 from .agent import Agent
 from .batching import Minibatch, Size, trimmed
+
+
+def what_lessons_are_of(recipe: Recipe) -> str:
+    """All of a recipe that decides on responses and value targets, as JSON: the critic's window holds iterations under one.
+
+    Others would teach it two targets at once, and have minibatches of another size.
+    """
+    training = ("prompts_per_iteration", "responses_per_prompt", "bootstrap_truncated")
+    content = recipe.model_dump(mode="json", include={"task", "generation", "evidence", "transport", "critic"})
+    content["geometry"] = {knob: getattr(recipe.geometry, knob) for knob in ("kl_in_reward", "kl_estimator")}
+    content["training"] = {knob: getattr(recipe.training, knob) for knob in training}
+    return json.dumps(content, sort_keys=True)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from cct.registry import described
 from .agent import Agent
 from .batching import Minibatch
 from .collect import Collector, Iteration
-from .lessons import Lesson
+from .lessons import Lesson, what_lessons_are_of
 from .ranks import Ranks
 from .stopped import TrainingStopped, blamed_on
 
@@ -37,9 +38,9 @@ def iteration_of(recipe: Recipe, epoch: int) -> int:
 class RolloutData(LightningDataModule):
     """Each epoch's minibatches, sampled from the current policy when Lightning asks for them."""
 
-    def __init__(self, recipe: Recipe, collector: Collector):
+    def __init__(self, recipe: Recipe, collector: Collector, say: Callable[[str], None] = print):
         super().__init__()
-        self.recipe, self.collector = recipe, collector
+        self.recipe, self.collector, self.say = recipe, collector, say
         self.current: Iteration | None = None
         self.done: int | None = None
 
@@ -62,12 +63,21 @@ class RolloutData(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         lessons = [lesson.saved for lesson in self.collector.past]
-        return {"moments": self.collector.moments, "done": self.done, "lessons": lessons}
+        return {
+            "moments": self.collector.moments,
+            "done": self.done,
+            "lessons": lessons,
+            "lessons_of": what_lessons_are_of(self.recipe),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.collector.moments, self.done = state_dict["moments"], state_dict["done"]
         device = self.collector.agent.actor.device
         lessons = state_dict.get("lessons", [])  # which checkpoints of an earlier version lack
+        if lessons and state_dict.get("lessons_of") != what_lessons_are_of(self.recipe):
+            self.say(f"the critic's window begins anew: its {len(lessons)} earlier iterations were made under another recipe")
+            lessons = []
+        lessons = lessons[: self.recipe.training.critic_window - 1]
         self.collector.past = [Lesson(**{name: x.to(device) for name, x in saved.items()}) for saved in lessons]
 
 

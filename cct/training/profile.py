@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
+import tempfile
 import time
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -12,6 +15,8 @@ from lightning import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from cct.files import whole
 
 from .collect import Iteration
 from .module import CreditModule, RolloutData
@@ -57,6 +62,14 @@ def update_flops(module: CreditModule, iteration: Iteration) -> float:
     return (1 + BACKWARD) * counter.get_total_flops()
 
 
+def _write_trace(recorder: torch.profiler.profile, path: Path) -> None:
+    with whole(path) as unfinished, tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "trace.json"
+        recorder.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.open(unfinished, "wb") as packed:
+            shutil.copyfileobj(source, packed)
+
+
 class Profile(Callback):
     """Counts and times a run; prints a table at its end and writes `trace.json.gz`, which https://ui.perfetto.dev opens."""
 
@@ -92,8 +105,8 @@ class Profile(Callback):
         if iteration == TRACED - 1 and self.folder is not None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            recorder, trace = torch.profiler.profile(activities=activities), str(self.folder / "trace.json.gz")
-            self._recorder.callback(lambda: recorder.export_chrome_trace(trace))
+            recorder = torch.profiler.profile(activities=activities)
+            self._recorder.callback(_write_trace, recorder, self.folder / "trace.json.gz")
             self._recorder.enter_context(recorder)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:

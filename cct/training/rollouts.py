@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cct.files import damage, forget, kept, remove, write_text
 from cct.recipe import Logging, RecipeError
 from cct.rollout import Rollout
 
@@ -32,27 +34,28 @@ def store(rollout: Rollout, folder: Path, iteration: int, logging: Logging) -> N
     # Token numbers are small, and padding is seen from the mask: half the bytes.
     tensors = {name: x.to(torch.int32) if x.dtype == torch.int64 else x for name, x in tensors.items()}
     tensors["attention_mask"] = tensors["attention_mask"].bool()
-    place.mkdir(exist_ok=True)
     if logging.rollouts == "auto":
         size = sum(x.numel() * x.element_size() for x in tensors.values())
         there = sum(path.stat().st_size for path in place.glob("*.safetensors"))
         if there + size > logging.rollouts_mb * 1e6:
-            (place / FULL).write_text(f"{iteration}\n", encoding="utf-8")
+            write_text(place / FULL, f"{iteration}\n")
             return
     metadata = {"moments": json.dumps(rollout.moments), "seed": str(rollout.seed)}
-    part = place / f".{iteration}"
-    save_file(tensors, part, metadata)
-    part.replace(place / f"{iteration}.safetensors")  # whole or not at all
+    with kept(folder, place / f"{iteration}.safetensors") as unfinished:
+        save_file(tensors, unfinished, metadata)
 
 
 def stored(folder: Path) -> dict[int, Path]:
     """The rollouts of a run by iteration, the earliest first."""
-    found = {int(path.stem): path for path in (folder / "rollouts").glob("*.safetensors")}
+    names = re.compile(r"-?\d+\.safetensors")
+    found = {int(path.stem): path for path in (folder / "rollouts").glob("*.safetensors") if names.fullmatch(path.name)}
     return dict(sorted(found.items()))
 
 
 def load(path: Path) -> Rollout:
-    """A stored rollout, on the CPU. Raises RecipeError where the file is none."""
+    """A stored rollout, on the CPU. Raises RecipeError where the file is none, or not as it was written."""
+    if (why := damage(path.parents[1], path)) is not None:
+        raise RecipeError(f"{path}: {why}; remove it, and the others are read without it")
     try:
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -68,9 +71,10 @@ def load(path: Path) -> Rollout:
 
 def drop_after(folder: Path, iteration: int) -> None:
     """Remove what a resumed run will make again."""
-    for number, path in stored(folder).items():
-        if number > iteration:
-            path.unlink()
+    later = [path for number, path in stored(folder).items() if number > iteration]
+    forget(folder, *later)
     full = folder / "rollouts" / FULL
     if full.exists() and int(full.read_text(encoding="utf-8")) > iteration:
-        full.unlink()
+        later.append(full)
+    for path in later:
+        remove(path)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
+import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from lightning import Callback, Trainer
@@ -16,46 +17,47 @@ from rich.console import Console
 from rich.table import Table
 
 from cct.evidence import close_workers
-from cct.loading import dump_recipe, load_recipe
+from cct.files import LOCK, SUMS, WriteError, damage, remove, write_text
+from cct.loading import dump_recipe
 from cct.recipe import Recipe, RecipeError
+from cct.signals import Ending, answered
 
 from .building import build
 from .callbacks import Display, JsonLinesLogger, Recorder
 from .collect import Collector
 from .export import export, newest_readable, quiet
-from .folder import checkpoints, has_begun, must_be_trained, new_folder, read_metrics, to_resume, write_whole
+from .folder import checkpoints, has_begun, load_run, must_be_trained, new_folder, only_run, read_metrics, to_resume
 from .module import CreditModule, RolloutData
 from .pass_at_k import evaluate_sampled
 from .profile import Profile
 from .ranks import Ranks
+from .restore import without_warm_start
 from .rows import evaluate, evaluate_frozen
-from .strategies import strategy_of
+from .strategies import OneFile, strategy_of
 
 
 def start(recipe: Recipe, root: Path, *, console: Console, into: Path | None = None, profile: bool = False) -> Path | None:
     """Train into a new folder under `root`, or into the folder `into`; returned, None on other processes than the first.
 
-    However it ends: a folder in which nothing was found out is not left behind.
+    However it ends: a folder in which nothing was found out is not left behind. Raises WriteError where there can be none.
     """
-    folder: Path | None = None
-    try:
-        if is_first() and into is not None:
-            into.mkdir(parents=True, exist_ok=True)
-            if any(into.iterdir()):
-                raise RecipeError(f"{into}: something is there already; name a new folder, or go on with --resume")
-            folder = into
-        elif is_first():
-            folder = new_folder(root, recipe.name)
-    except OSError as error:
-        raise RecipeError(f"{into or root}: no folder can be made there ({error})") from None
-    try:
-        train(recipe, folder, console=console, profile=profile)
-    except BaseException as error:  # an interrupt too
-        if folder is not None and not has_begun(folder):
-            shutil.rmtree(folder)
-            if not isinstance(error, RecipeError):
-                console.print(f"nothing was trained yet; {folder} is removed", soft_wrap=True)
-        raise
+    if not is_first():
+        train(recipe, None, console=console, profile=profile)
+        return None
+    if into is not None and into.is_dir() and any(into.iterdir()):
+        raise RecipeError(f"{into}: something is there already; name a new folder, or go on with --resume")
+    folder = into or new_folder(root, recipe.name)
+    with only_run(folder):
+        if any(path.name != LOCK for path in folder.iterdir()):  # another run was faster
+            raise RecipeError(f"{folder}: something is there already; name a new folder, or go on with --resume")
+        try:
+            train(recipe, folder, console=console, profile=profile)
+        except BaseException as error:  # an interrupt too
+            if not has_begun(folder):
+                remove(folder)
+                if not isinstance(error, RecipeError):
+                    console.print(f"nothing was trained yet; {folder} is removed", soft_wrap=True)
+            raise
     return folder
 
 
@@ -73,58 +75,85 @@ def train(
     Raises TrainingStopped on NaN or failing evidence; checkpoints taken so far stay.
     """
     quiet()
-    started = time.perf_counter()
+    started, ending = time.perf_counter(), Ending(folder is not None)
     if folder is not None:
         if checkpoint is None:  # or it is written when an iteration is done
-            write_whole(folder / "recipe.yaml", dump_recipe(recipe))
-        (folder / "checkpoints").mkdir(exist_ok=True)
+            write_text(folder / "recipe.yaml", dump_recipe(recipe))
     else:
         console = Console(quiet=True)
     with Display(recipe, console) as display:
-        agent, tokenizer, reference = build(recipe, display.warm_start, display.say)
+        begun = recipe if checkpoint is None else without_warm_start(recipe)
+        agent, tokenizer, reference = build(begun, display.warm_start, display.say)
         collector = Collector(recipe, agent, tokenizer, reference)
         profiler = Profile(folder, console, recipe.training.precision == "bf16") if profile else None
 
         def on_stage(stage: str) -> None:
+            ending.answer()
             display.show(stage=stage)
             if profiler is not None:
                 profiler.on_stage(stage)
 
         collector.on_stage = on_stage
         callbacks: list[Callback] = [] if profiler is None else [profiler]
-        callbacks.append(Recorder(recipe, folder, tokenizer, display, profiler))
-        trainer = Trainer(
-            max_epochs=recipe.training.critic_warmup + recipe.training.iterations,
-            gradient_clip_val=recipe.training.gradient_clip,
-            precision="bf16-mixed" if recipe.training.precision == "bf16" else "32-true",
-            reload_dataloaders_every_n_epochs=1,
-            use_distributed_sampler=False,
-            strategy=strategy_of(recipe),
-            devices=recipe.training.devices,
-            num_nodes=recipe.training.nodes,
-            logger=_loggers(recipe, folder, int(checkpoint.stem) if checkpoint else 0) if folder is not None else [],
-            callbacks=callbacks,
-            default_root_dir=folder,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        callbacks.append(Recorder(recipe, folder, tokenizer, display, ending, profiler))
+        trainer = _trainer(recipe, folder, checkpoint, callbacks)
         try:
-            trainer.fit(
-                CreditModule(recipe, agent), datamodule=RolloutData(recipe, collector), ckpt_path=checkpoint, weights_only=False
-            )
+            with answered(ending):
+                trainer.fit(
+                    CreditModule(recipe, agent),
+                    datamodule=RolloutData(recipe, collector, display.say),
+                    ckpt_path=checkpoint,
+                    weights_only=True,
+                )
+        except OSError as error:
+            if isinstance(error.__context__, WriteError):  # a logger that writes once more when it is closed
+                raise error.__context__ from None
+            raise
         except SystemExit as left:
             if isinstance(left.__context__, KeyboardInterrupt):  # Lightning makes an exit of it
-                raise KeyboardInterrupt from None
+                raise left.__context__ from None
             raise
         finally:
+            ending.close()
             collector.close()
             close_workers()
-            saved = checkpoints(folder) if folder else []
-            if display.history and saved and int(saved[-1].stem) < recipe.training.iterations:
-                display.say(f"stopped early; go on with: cct run --resume {folder}")
+            if folder is not None and display.history:
+                _say_how_to_go_on(recipe, folder, display.say)
     if folder is not None:
         console.print(closing_table(folder, time.perf_counter() - started))
+
+
+def _trainer(recipe: Recipe, folder: Path | None, checkpoint: Path | None, callbacks: list[Callback]) -> Trainer:
+    return Trainer(
+        max_epochs=recipe.training.critic_warmup + recipe.training.iterations,
+        gradient_clip_val=recipe.training.gradient_clip,
+        precision="bf16-mixed" if recipe.training.precision == "bf16" else "32-true",
+        reload_dataloaders_every_n_epochs=1,
+        use_distributed_sampler=False,
+        strategy=strategy_of(recipe),
+        devices=recipe.training.devices,
+        num_nodes=recipe.training.nodes,
+        logger=_loggers(recipe, folder, int(checkpoint.stem) if checkpoint else 0) if folder is not None else [],
+        callbacks=callbacks,
+        plugins=[] if recipe.training.strategy.startswith("deepspeed") else [OneFile()],
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _say_how_to_go_on(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
+    """Of a run that ended before its last iteration."""
+    saved = checkpoints(folder)
+    if saved and int(saved[-1].stem) < recipe.training.iterations:
+        say(f"stopped early; go on with: cct run --resume {shlex.quote(str(folder))}")
+    elif not saved:
+        every = recipe.training.checkpoint_every
+        say(
+            f"stopped before the first checkpoint (training.checkpoint_every is {every}), so nothing can be resumed; start the "
+            f"recipe again. {folder} keeps the metrics"
+        )
 
 
 def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, console: Console, profile: bool = False) -> None:
@@ -133,35 +162,40 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
     Events after the checkpoint are dropped from the logs: they are made again. A run that was cut between its last
     checkpoint and the export is exported. Raises RecipeError, and leaves the folder as it is, where it cannot be gone on with.
     """
-    recipe, changed = to_resume(folder, recipe, overrides)
-    checkpoint, skipped = newest_readable(folder)
-    if is_first():
-        for line in (*skipped, *(f"resuming with {change}" for change in changed)):
-            console.print(line, soft_wrap=True)
-    if int(checkpoint.stem) >= recipe.training.iterations:
+    to_resume(folder, recipe, overrides)
+    with only_run(folder) if is_first() else nullcontext():
+        recipe, changed = to_resume(folder, recipe, overrides)
+        checkpoint, skipped = newest_readable(folder)
         if is_first():
-            export(folder, folder / "policy")
+            for line in (*skipped, *(f"resuming with {change}" for change in changed)):
+                console.print(line, soft_wrap=True)
+        if int(checkpoint.stem) < recipe.training.iterations:
+            train(recipe, folder if is_first() else None, console=console, checkpoint=checkpoint, profile=profile)
+        elif is_first():
+            export(folder, folder / "policy", trust=True)
             console.print(f"{folder}: all iterations were done; wrote policy/")
-        return
-    train(recipe, folder if is_first() else None, console=console, checkpoint=checkpoint, profile=profile)
 
 
-def evaluate_run(folder: Path, samples: int = 0, ks: Sequence[int] = (1,)) -> dict[str, float]:
+def evaluate_run(folder: Path, samples: int = 0, ks: Sequence[int] = (1,), *, trust: bool = False) -> dict[str, float]:
     """Greedy evaluation of a run's exported policy on the held-out problems and on the frozen sets.
 
-    samples: so many responses to each problem are sampled besides, for avg@samples and pass@k of each of `ks`.
+    samples: so many responses to each problem are sampled besides, for avg@samples and pass@k of each of `ks`. trust: run
+    plug-ins without a recorded SHA-256.
     Raises TrainingStopped where evidence fails under `on_error: fail`.
     """
     quiet()
     if samples and not (ks and 1 <= min(ks) <= max(ks) <= samples):
         raise RecipeError(f"pass@k from {samples} samples: each k is from 1 to {samples}; found {', '.join(map(str, ks))}")
     must_be_trained(folder)
+    if (why := damage(folder, folder / "policy")) is not None:
+        raise RecipeError(
+            f"{folder}: {why}; `cct export {folder} FOLDER` writes the policy again from a checkpoint, and without its line in "
+            f"{SUMS} the file is taken as it is"
+        )
     path = json.dumps(str((folder / "policy").resolve()))
     start = ("revision", "gguf_file", "lora", "warm_start")  # of what the run began with
-    recipe = load_recipe(
-        folder / "recipe.yaml",
-        [f"policy={{use: pretrained, path: {path}}}", *(f"policy.{knob}=" for knob in start)],
-    )
+    overrides = [f"policy={{use: pretrained, path: {path}}}", *(f"policy.{knob}=" for knob in start)]
+    recipe = load_run(folder, overrides, trust=trust)
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
     engine = recipe.generation.open(actor, tokenizer)
     try:

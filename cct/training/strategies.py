@@ -5,9 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 
 from cct.recipe import Recipe, Training
+
+from .export import tensors_only
+
+
+class OneFile(TorchCheckpointIO):
+    """Checkpoints that are one file, written to their place; Lightning's own go through memory and the system's /tmp."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        with open(path, "wb") as file:
+            torch.save(checkpoint, file)
 
 
 def strategy_of(recipe: Recipe) -> Strategy | str:
@@ -32,7 +43,14 @@ def strategy_of(recipe: Recipe) -> Strategy | str:
 def _deepspeed(training: Training, on_gpu: bool) -> Strategy:
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
-    class OnCPU(DeepSpeedStrategy):
+    class OnlyTensors(DeepSpeedStrategy):
+        """DeepSpeed whose checkpoints run no code when they are read."""
+
+        def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            with tensors_only():
+                return super().load_checkpoint(*args, **kwargs)
+
+    class OnCPU(OnlyTensors):
         """DeepSpeed between CPU processes over gloo; Lightning's own refuses CPUs, DeepSpeed does not."""
 
         @property
@@ -56,4 +74,4 @@ def _deepspeed(training: Training, on_gpu: bool) -> Strategy:
         # Said here, or Lightning asks for an iteration's minibatches before training to find out.
         "logging_batch_size_per_gpu": 1,
     }
-    return DeepSpeedStrategy(**knobs) if on_gpu else OnCPU(**knobs, process_group_backend="gloo")
+    return OnlyTensors(**knobs) if on_gpu else OnCPU(**knobs, process_group_backend="gloo")

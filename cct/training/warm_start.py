@@ -6,8 +6,6 @@ import inspect
 import json
 import math
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from hashlib import sha256
@@ -18,6 +16,7 @@ import transformers
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from cct.files import WriteError, sweep, whole, writing
 from cct.policy import WARM_START_SEED, Policy, WarmStart
 from cct.policy.attention import tappable
 from cct.task import Task
@@ -58,9 +57,10 @@ def warm_start(
     entry = cache_folder() / "warm_start" / warm_start_key(policy, task, seed)
     held = ExitStack()
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        held.enter_context(FileLock(f"{entry}.lock"))  # let go by the system where its holder is killed
-    except OSError as error:
+        with writing(entry):
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(f"{entry}.lock"))  # let go by the system where its holder is killed
+    except WriteError as error:
         if not entry.is_dir():  # or it is a cache of others, and holds what is wanted
             say(f"warm start: not kept, as nothing can be written into {entry.parent} ({error}); set CCT_CACHE to a folder")
             _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
@@ -68,12 +68,11 @@ def warm_start(
     with held:
         if not entry.is_dir():
             _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
-            unfinished = Path(tempfile.mkdtemp(dir=entry.parent))
+            sweep(entry.parent, entry.name)
             try:
-                model.save_pretrained(unfinished)
-                unfinished.rename(entry)
-            except OSError as error:  # a full disk
-                shutil.rmtree(unfinished)
+                with whole(entry) as unfinished:
+                    model.save_pretrained(unfinished)
+            except WriteError as error:  # a full disk
                 say(f"warm start: not kept in {entry.parent} ({error})")
                 return model.eval(), tokenizer
     return tappable(AutoModelForCausalLM.from_pretrained(entry, dtype=model.dtype)), tokenizer
