@@ -11,6 +11,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 AXES = ("evidence", "transport", "critic", "geometry", "task", "policy")
 LAYERS = [
     ("registry",),
+    ("tensors",),
     ("rollout",),
     AXES,
     ("recipe",),
@@ -26,7 +27,7 @@ ONLY = {"report": {"registry", "rollout"}}  # reads files and the values that fl
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
-TENSOR_FILES = {"functional.py", "towers.py", "agent.py", "attention.py", "head.py", "sampling.py", "weights.py"}
+TENSOR_FILES = {"tensors.py", "functional.py", "towers.py", "agent.py", "attention.py", "head.py", "sampling.py", "weights.py"}
 
 
 def imports(path: Path) -> list[tuple[str, int, bool]]:
