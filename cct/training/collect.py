@@ -338,7 +338,7 @@ class Collector:
         training, geometry = self.recipe.training, self.recipe.geometry
         masks = rollout.mask.split(training.minibatch_size)
         loss_weights = torch.cat([aggregation_weights(m, geometry.aggregation, constant=geometry.constant) for m in masks])
-        loss_weights = loss_weights * self._correction(rollout)[1]
+        correction = None if geometry.correction == "none" else self._correction(rollout)[1]
         token_weights = torch.cat([aggregation_weights(m) for m in masks])
         old = rollout.rollout_logprobs if geometry.ratio_to == "engine" else rollout.logprobs
         assert old is not None
@@ -361,6 +361,7 @@ class Collector:
                 take(rollout.mask),
                 take(token_weights),
                 loss_weights=take(loss_weights),
+                correction=None if correction is None else take(correction),
                 advantages=take(credit.advantages),
                 logprobs=None if on_policy else take(old),
                 marked=None if marked is None else take(marked),

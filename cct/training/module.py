@@ -202,11 +202,11 @@ class CreditModule(LightningModule):
         assert batch.loss_weights is not None and batch.advantages is not None
         reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1], with_entropy=not batch.read_before)
         old_logprobs = reading.logprobs.detach() if batch.logprobs is None else batch.logprobs
-        chosen = () if batch.marked is None else (batch.marked,)
+        optional = {name: x for name in ("marked", "correction") if (x := getattr(batch, name)) is not None}
         geometry = f"geometry '{self.recipe.geometry.use}'"
         with blamed_on(geometry, self.iteration):
             per_token, metrics = self.recipe.geometry(
-                reading.logprobs, old_logprobs, batch.advantages, batch.mask, batch.reference_logprobs, *chosen
+                reading.logprobs, old_logprobs, batch.advantages, batch.mask, batch.reference_logprobs, **optional
             )
         for name, value in {"the loss": per_token, **metrics}.items():
             if not isinstance(value, torch.Tensor) or value.shape != batch.mask.shape:
