@@ -227,6 +227,7 @@ MIXED = [1.0, 0.0, 2.0], [0, 0, 1]  # the third is alone
         ("rloo", {"like": "nemo_rl"}, *MIXED, [1, -1, 0]),
         ("rloo", {"like": "openrlhf"}, [1.0, 0, 0, 1], [0] * 4, [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
         ("rloo", {"like": "trl"}, [1.0, 0, 0, 1], [0] * 4, [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
+        ("rloo", {"like": "trl"}, *MIXED, [1, -1, 0]),  # 0 / 0 others
         # B = 5, and 2 are of a group whose scores differ: alpha 2.5; 3 scores are not 0: alpha 5/3
         ("gpg", {}, [1.0, 0, 3, 3, 0], [0, 0, 1, 1, 2], [1.25, -1.25, 0, 0, 0]),
         ("gpg", {"rescale": "none"}, [1.0, 0, 3, 3, 0], [0, 0, 1, 1, 2], [0.5, -0.5, 0, 0, 0]),
@@ -287,12 +288,20 @@ def test_reinforce_pp_over_responses_by_hand():
     [
         ({}, T([0, 0, 1.224745], [-1.224745, 0, 0])),  # .5 and 1, as if the gap were not there; and 0
         ({"like": "openrlhf"}, T([-0.392232, 0, 1.372813], [-0.980581, 0, 0])),  # .25 and 1; and 0: variance .180556
-        ({"like": "verl"}, T([-0.577350, 0, 1.154701], [-0.577350, 0, 0])),  # 0 and 1; and 0: variance 1/3 with ddof 1
+        ({"like": "verl"}, T([0, 0, 1], [-1, 0, 0])),  # .5 and 1; and 0: variance 1/4 with ddof 1
     ],
 )
 def test_reinforce_pp_at_a_gap(knobs, expected):
     rollout = make_rollout(mask=make_mask("101", "100"), rewards=T([0, NAN, 1], [0, 0, 0]))
     assert_close(transports["reinforce_pp"](gamma=0.5, **knobs)(rollout).advantages, expected, atol=2e-6, rtol=0)
+
+
+def test_reinforce_pp_like_verl_carries_the_return_over_a_tool_s_output():
+    """Returns 1 1 1 1 and 0 0 0 0: mean 1/2, variance 2/7 with ddof 1; 0.5 / sqrt(2/7 + 1e-8) = 0.935414."""
+    rollout = make_rollout(mask=make_mask("110011", "111100"), rewards=T([0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0]))
+    advantages = transports["reinforce_pp"](like="verl")(rollout).advantages
+    x = 0.935414
+    assert_close(advantages, T([x, x, 0, 0, x, x], [-x, -x, -x, -x, 0, 0]), atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(

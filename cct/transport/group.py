@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# The frameworks' conventions were last read at verl 1dda039 (2026-08-22), TRL f2cd577 (1.10.0.dev0, 2026-07-24), OpenRLHF
+# 3c3be62 (0.11.0, 2026-08-13) and NeMo RL 7ea279a (2026-08-22); the file and function stand beside each `presets`.
+
+
 class _CriticFree(Transport):
     """A transport of rewards and groups alone, with `like`."""
 
@@ -154,8 +158,8 @@ class RLOO(_Group):
 
     # verl: core_algos.py, compute_rloo_outcome_advantage. OpenRLHF: experience_maker.py, rloo (it refuses groups of one).
     # NeMo RL: nemo_rl/algorithms/utils.py, calculate_baseline_and_std_per_prompt with its leave-one-out baseline, and
-    # rewards that are not normalised. TRL: trl/trainer/rloo_trainer.py (no groups of one, advantages not normalised).
-    presets = {"verl": {"single": "raw"}, "nemo_rl": {"single": "zero"}, "openrlhf": {}, "trl": {}}
+    # rewards that are not normalised. TRL: trl/trainer/rloo_trainer.py (alone gives 0, advantages not normalised).
+    presets = {"verl": {"single": "raw"}, "nemo_rl": {"single": "zero"}, "openrlhf": {}, "trl": {"single": "zero"}}
     like: Literal["verl", "trl", "openrlhf", "nemo_rl"] | None = None
     """Take `single` from this framework; where it is given as well it has to agree."""
 
@@ -371,9 +375,10 @@ class ReinforcePP(_Whitened):
     much; and with gamma 1 a long response counts in that mean as often as it has tokens.
     """
 
-    # verl: core_algos.py, compute_reinforce_plus_plus_outcome_advantage: the running return is 0 after a masked token.
+    # verl: core_algos.py, compute_reinforce_plus_plus_outcome_advantage: a masked token carries the running return, since its
+    # pull request 7300 (2026-08-10); before, it cut it.
     # OpenRLHF: experience_maker.py, get_cumulative_returns: a masked token is a step with reward 0.
-    presets = {"verl": {**_WHITEN["verl"], "gap": "cut"}, "openrlhf": {**_WHITEN["openrlhf"], "gap": "decay"}}
+    presets = {"verl": {**_WHITEN["verl"], "gap": "carry"}, "openrlhf": {**_WHITEN["openrlhf"], "gap": "decay"}}
     like: Literal["verl", "openrlhf"] | None = None
     """Take unit, ddof, eps, eps_at and gap from this framework; one that is given as well has to agree."""
     gamma: float = Field(1.0, gt=0, le=1)
