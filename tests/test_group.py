@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+import re
 from typing import get_args
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.testing import assert_close
 
+from cct.geometry import geometries
 from cct.transport import (
     group_advantage,
     high_entropy_mask,
@@ -196,6 +199,19 @@ def test_a_shift_of_all_scores_of_a_group_changes_nothing_and_a_factor_passes_th
     assert_close(run(-3 * scores), -3 * run(scores))
     weights = lengths.double() if baseline == "length_weighted" else torch.ones(9, dtype=torch.float64)
     assert (run(scores) * weights).view(3, 3).sum(1).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_kl_acts_on_groups_of_equal_scores_and_the_docstring_says_so(name):
+    rollout = judged([1.0] * 8, [0] * 8)
+    advantages = transports[name]()(rollout.replace(stats={"entropy": torch.rand(rollout.mask.shape)})).advantages
+    assert not advantages.any()
+    logprobs = rollout.logprobs.clone().requires_grad_()
+    reference = rollout.logprobs - 1
+    loss, _ = geometries["ppo_clip"](kl_coef=0.1)(logprobs, rollout.logprobs, advantages, rollout.mask, reference)
+    loss.sum().backward()
+    assert logprobs.grad[rollout.mask].abs().min() > 0.01
+    assert re.search(r"equal\s+scores.*KL|KL acts on groups of equal scores", inspect.getdoc(transports[name]), re.DOTALL)
 
 
 # --- each by hand, and as the frameworks have it --------------------------------------------------

@@ -22,7 +22,7 @@ from cct.policy.sampling import Engine, EngineError
 from cct.recipe import Recipe
 from cct.registry import described
 from cct.rollout import Credit, Rollout, Trace, derive_seed
-from cct.transport.functional import explained_variance, gated_gae, masked_mean_std
+from cct.transport.functional import explained_variance, explained_variance_within, gated_gae, masked_mean_std
 
 from .agent import Agent
 from .batching import Minibatch, micro_batches, trimmed
@@ -420,6 +420,9 @@ class Collector:
             monte_carlo = gated_gae(rollout.rewards, torch.zeros_like(rollout.rewards), mask, gamma=1.0, lam=1.0)[0]
             metrics |= {
                 "critic/explained_variance": explained_variance(rollout.values, monte_carlo, mask),
+                "critic/explained_variance_within": explained_variance_within(
+                    rollout.values, monte_carlo, mask, rollout.groups
+                ),
                 "critic/explained_variance_of_target": explained_variance(rollout.values, credit.value_targets, mask),
                 "critic/value": mean(rollout.values),
             }

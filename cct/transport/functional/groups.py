@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cct.tensors import operator
 
-from .masked import ROUNDING, relative
+from .masked import ROUNDING, masked_mean_std, relative, varies
 from .traces import token_returns
 
 Baseline = Literal["mean", "leave_one_out", "length_weighted"]
@@ -85,6 +85,29 @@ def group_advantage(
             varies = left > ROUNDING * torch.finfo(scores.dtype).eps * all_squares
             return centred / torch.where(varies, (left.clamp(min=0) / (others - ddof).clamp(min=1)).sqrt() + eps, 1.0)
     return centred / (deviation + eps)
+
+
+@torch.no_grad()
+@operator
+def explained_variance_within(values: Tensor, returns: Tensor, mask: Tensor, groups: Tensor) -> float:
+    """`explained_variance` of what sets the responses of a group apart: returns and values, each minus its group's mean.
+
+    1 - Var((G - mean G) - (V - mean V)) / Var(G - mean G), means over the unmasked tokens of each group, variances over those
+    of all groups. values, returns: [B, T]. mask: bool [B, T]. groups: [B] int. Groups with fewer than two responses are left
+    out; 0 where the returns of no group vary. Values that know the prompt alone get 0, however good or bad they are.
+    """
+    index, per_group = _grouping(groups)
+    counted = mask & (per_group(mask.any(1).to(returns.dtype)) > 1)[index].unsqueeze(1)
+    tokens = per_group(counted.sum(1).to(returns.dtype)).clamp(min=1)
+
+    def centred(x: Tensor) -> Tensor:
+        return x - (per_group(x.masked_fill(~counted, 0.0).sum(1)) / tokens)[index].unsqueeze(1)
+
+    own = centred(returns)
+    spread = masked_mean_std(own, counted)[1]
+    if not varies(returns, counted, spread):
+        return 0.0
+    return float(1 - (masked_mean_std(own - centred(values), counted)[1] / spread) ** 2)
 
 
 def _grouping(groups: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
