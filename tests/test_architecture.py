@@ -12,7 +12,7 @@ AXES = ("evidence", "transport", "critic", "geometry", "task", "policy")
 LAYERS = [
     ("registry",),
     ("tensors",),
-    ("rollout",),
+    ("rollout", "handover"),
     AXES,
     ("recipe",),
     ("loading",),

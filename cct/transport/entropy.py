@@ -75,6 +75,6 @@ class HighEntropy(Wrapper):
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import high_entropy_mask
 
-        credit = self.of(rollout)
+        credit = self.of.checked(rollout)
         kept = high_entropy_mask(rollout.stats["entropy"], rollout.mask, self.fraction)
         return replace(credit, advantages=credit.advantages.masked_fill(~kept, 0.0))

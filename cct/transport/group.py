@@ -177,7 +177,8 @@ class OPO(_Group):
     A_it = s_i - sum_j(n_j s_j) / sum_j(n_j), with n_j the trainable tokens of response j; [B, T], the same at each token.
     Source: arXiv 2505.23585. Least variance holds where a response's squared gradient grows as its length.
     Pitfall: the advantages of a group sum to 0 over its tokens, not over its responses: they suit `token_mean`. The
-    source samples strictly on-policy, without a KL term and with one update per round. A KL acts on groups of equal scores all the same.
+    source samples strictly on-policy, without a KL term and with one update per round. A KL acts on groups of
+    equal scores all the same.
     """
 
     # verl: core_algos.py, compute_opo_outcome_advantage.
