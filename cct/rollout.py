@@ -283,8 +283,10 @@ class Rollout:
 
     @property
     def scores(self) -> Tensor:
-        """Sum of each response's rewards, [B]; masked positions do not count."""
-        return self.rewards.masked_fill(~self.mask, 0.0).sum(1)
+        """Sum of each response's rewards, [B], float32 at least; masked positions do not count."""
+        from cct.tensors import at_least_float32
+
+        return at_least_float32(self.rewards).masked_fill(~self.mask, 0.0).sum(1)
 
     @property
     def valid(self) -> Tensor:

@@ -12,7 +12,8 @@ AXES = ("evidence", "transport", "critic", "geometry", "task", "policy")
 LAYERS = [
     ("files", "signals"),
     ("registry",),
-    ("rollout",),
+    ("tensors",),
+    ("rollout", "handover"),
     AXES,
     ("recipe",),
     ("loading",),
@@ -27,7 +28,7 @@ ONLY = {"report": {"files", "registry", "rollout"}}  # reads files and the value
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
-TENSOR_FILES = {"functional.py", "towers.py", "agent.py", "attention.py", "head.py", "sampling.py", "weights.py"}
+TENSOR_FILES = {"tensors.py", "functional.py", "towers.py", "agent.py", "attention.py", "head.py", "sampling.py", "weights.py"}
 
 
 def imports(path: Path) -> list[tuple[str, int, bool]]:

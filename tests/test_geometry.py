@@ -261,3 +261,16 @@ def test_a_response_far_from_the_trainers_policy_is_left_out_as_a_whole():
     logprobs = torch.tensor([[0.3, 0.3, 0.3], [0.3, 0.0, 0.0]])  # products e^0.9 and e^0.3
     _, used = correction_weights(logprobs, torch.zeros(2, 3), mask, "mask", "sequence", 2.0)
     torch.testing.assert_close(used, torch.tensor([[0.0] * 3, [math.exp(0.3)] * 3]))
+
+
+@pytest.mark.parametrize("name", geometries.names())
+def test_a_correction_weighs_the_policy_s_term_and_not_the_kl_of_the_loss(name):
+    """d = log 2 at the first token, 0 at the others: k3 = 1/2 - 1 + log 2, times 1/2."""
+    new, old, _, advantages, _ = draw(5, rows=2, width=3)
+    mask, correction = make_mask("111", "110"), torch.tensor([[0.0, 2.0, 0.5], [1.5, 0.0, 7.0]])
+    reference = new - torch.tensor([math.log(2), 0.0, 0.0])
+    plain, _ = geometries[name]()(new, old, advantages, mask, None)
+    loss, metrics = geometries[name](kl_coef=0.5)(new, old, advantages, mask, reference, correction=correction)
+    kl = torch.tensor([math.log(2) - 0.5, 0.0, 0.0]).expand(2, 3)
+    assert_close(loss, plain * correction + 0.5 * kl)
+    assert_close(metrics["reference_kl"], kl, atol=1e-6, rtol=1e-6)

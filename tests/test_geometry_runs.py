@@ -98,6 +98,19 @@ def test_a_run_with_the_kl_in_rewards_reports_it(tmp_path):
     assert len(kl) == 3 and kl[0] == 0 and kl[-1] != 0
 
 
+def test_the_correction_of_a_run_weighs_the_surrogate_and_leaves_the_loss_s_other_weights():
+    knobs = ["generation.top_k=3", "geometry.kl_coef=0.1", "geometry.aggregation=token_mean"]
+    _, corrected = collected(tiny("grpo", *knobs, "geometry.correction=mask", "geometry.correction_bound=1.1"))
+    rollout = corrected.rollout
+    ratio = (rollout.logprobs - rollout.rollout_logprobs).exp()[rollout.mask]
+    outside = (ratio > 1.1) | (ratio < 1 / 1.1)
+    assert outside.any()
+    assert sum(int((b.correction[b.mask] == 0).sum()) for b in corrected.updates) == int(outside.sum())
+    assert all(torch.equal(b.loss_weights, b.token_weights) for b in corrected.updates)
+    _, plain = collected(tiny("grpo", *knobs, "geometry.ratio_to=engine"))
+    assert all(batch.correction is None for batch in plain.updates)
+
+
 @pytest.mark.parametrize("to, correction", [("trainer", "truncate"), ("engine", "none")])
 def test_the_ratio_is_to_what_is_asked_for(to, correction):
     knobs = [f"geometry.ratio_to={to}", "generation.top_k=3", f"geometry.correction={correction}"]

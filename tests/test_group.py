@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
+import re
 from typing import get_args
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.testing import assert_close
 
+from cct.geometry import geometries
 from cct.transport import (
     group_advantage,
     high_entropy_mask,
@@ -198,6 +201,19 @@ def test_a_shift_of_all_scores_of_a_group_changes_nothing_and_a_factor_passes_th
     assert (run(scores) * weights).view(3, 3).sum(1).abs().max() < 1e-9
 
 
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_kl_acts_on_groups_of_equal_scores_and_the_docstring_says_so(name):
+    rollout = judged([1.0] * 8, [0] * 8)
+    advantages = transports[name]()(rollout.replace(stats={"entropy": torch.rand(rollout.mask.shape)})).advantages
+    assert not advantages.any()
+    logprobs = rollout.logprobs.clone().requires_grad_()
+    reference = rollout.logprobs - 1
+    loss, _ = geometries["ppo_clip"](kl_coef=0.1)(logprobs, rollout.logprobs, advantages, rollout.mask, reference)
+    loss.sum().backward()
+    assert logprobs.grad[rollout.mask].abs().min() > 0.01
+    assert re.search(r"equal\s+scores.*KL|KL acts on groups of equal scores", inspect.getdoc(transports[name]), re.DOTALL)
+
+
 # --- each by hand, and as the frameworks have it --------------------------------------------------
 CLOSE = [0.001, 0.0]  # deviation 0.000707107 with ddof 1: small enough that eps shows
 MIXED = [1.0, 0.0, 2.0], [0, 0, 1]  # the third is alone
@@ -227,6 +243,7 @@ MIXED = [1.0, 0.0, 2.0], [0, 0, 1]  # the third is alone
         ("rloo", {"like": "nemo_rl"}, *MIXED, [1, -1, 0]),
         ("rloo", {"like": "openrlhf"}, [1.0, 0, 0, 1], [0] * 4, [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
         ("rloo", {"like": "trl"}, [1.0, 0, 0, 1], [0] * 4, [2 / 3, -2 / 3, -2 / 3, 2 / 3]),
+        ("rloo", {"like": "trl"}, *MIXED, [1, -1, 0]),  # 0 / 0 others
         # B = 5, and 2 are of a group whose scores differ: alpha 2.5; 3 scores are not 0: alpha 5/3
         ("gpg", {}, [1.0, 0, 3, 3, 0], [0, 0, 1, 1, 2], [1.25, -1.25, 0, 0, 0]),
         ("gpg", {"rescale": "none"}, [1.0, 0, 3, 3, 0], [0, 0, 1, 1, 2], [0.5, -0.5, 0, 0, 0]),
@@ -287,12 +304,20 @@ def test_reinforce_pp_over_responses_by_hand():
     [
         ({}, T([0, 0, 1.224745], [-1.224745, 0, 0])),  # .5 and 1, as if the gap were not there; and 0
         ({"like": "openrlhf"}, T([-0.392232, 0, 1.372813], [-0.980581, 0, 0])),  # .25 and 1; and 0: variance .180556
-        ({"like": "verl"}, T([-0.577350, 0, 1.154701], [-0.577350, 0, 0])),  # 0 and 1; and 0: variance 1/3 with ddof 1
+        ({"like": "verl"}, T([0, 0, 1], [-1, 0, 0])),  # .5 and 1; and 0: variance 1/4 with ddof 1
     ],
 )
 def test_reinforce_pp_at_a_gap(knobs, expected):
     rollout = make_rollout(mask=make_mask("101", "100"), rewards=T([0, NAN, 1], [0, 0, 0]))
     assert_close(transports["reinforce_pp"](gamma=0.5, **knobs)(rollout).advantages, expected, atol=2e-6, rtol=0)
+
+
+def test_reinforce_pp_like_verl_carries_the_return_over_a_tool_s_output():
+    """Returns 1 1 1 1 and 0 0 0 0: mean 1/2, variance 2/7 with ddof 1; 0.5 / sqrt(2/7 + 1e-8) = 0.935414."""
+    rollout = make_rollout(mask=make_mask("110011", "111100"), rewards=T([0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0]))
+    advantages = transports["reinforce_pp"](like="verl")(rollout).advantages
+    x = 0.935414
+    assert_close(advantages, T([x, x, 0, 0, x, x], [-x, -x, -x, -x, 0, 0]), atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize(

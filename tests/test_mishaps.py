@@ -398,14 +398,14 @@ def test_a_transport_that_breaks_its_promise_is_named(gives, says, broken):
     [
         (
             "NAME",
-            r"transport 'comp_gae' in iteration 1: TypeError: gate 'NAME' returned None; expected a float tensor of shape",
+            r"^gate 'NAME' \(transport.gate\) returned None in iteration 1; expected a float tensor of shape",
         ),
         ("{use: NAME, raises: true}", r"transport 'comp_gae' in iteration 1: AttributeError: .*'nothing' \(FILE:LINE\)$"),
         (
             "NAME_statistic",
             r"^statistic 'wide' \(Wide\): ValueError: it has shape \(2, \d+, \d\); expected one number",
         ),
-        ("{use: shuffle, of: NAME}", r"gate 'NAME' returned None"),
+        ("{use: shuffle, of: NAME}", r"^gate 'NAME' \(transport.gate.of\) returned None"),
     ],
 )
 def test_a_gate_that_breaks_its_promise_is_named(gate, says, broken):

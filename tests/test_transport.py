@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cct.transport import explained_variance, gated_gae, group_advantage, scan, transports, whiten
+from cct.transport import explained_variance, explained_variance_within, gated_gae, group_advantage, scan, transports, whiten
 
 GAPS = ("carry", "decay", "cut")
 NAN, INF = float("nan"), float("inf")
@@ -479,6 +479,24 @@ def test_explained_variance_by_hand():
     assert variance(T([0, 1, NAN, 3], [0, 1, 7, 8])) == pytest.approx(0.75)  # what is left: 0 1 0 1, variance 1/4 of 1
     assert variance(T([2, 0, NAN, 3], [2, 0, 7, 8])) == pytest.approx(-3.0)  # what is left: -2 2 -2 2
     assert variance(returns + 5) == pytest.approx(1.0)  # a constant offset is not variance
+
+
+def test_explained_variance_within_groups_by_hand():
+    """Group 7: returns 1 1 0 0 and values .8 .6 .4 .2, both about 1/2; what is left is .2 .4 -.4 -.2, variance .1 of .25."""
+    mask, groups = make_mask("101", "110", "111", "100", "100"), torch.tensor([7, 7, 2, 9, 9])
+    returns = T([1, NAN, 1], [0, 0, NAN], [9, -9, 4], [1, INF, NAN], [1, 0, 0])  # the third is alone; the last two are equal
+    values = T([0.8, INF, 0.6], [0.4, 0.2, NAN], [-3, 5, 5], [0.7, 0, 0], [0.7, 0, NAN])
+
+    def within(values, returns=returns, groups=groups):
+        return explained_variance_within(values, returns, mask, groups)
+
+    assert within(values) == pytest.approx(0.6)
+    assert within(values + T([3], [3], [3], [-1], [-1])) == pytest.approx(0.6)  # a prompt's level counts neither way
+    assert within(T([0.5] * 3, [0.5] * 3, [0] * 3, [1] * 3, [1] * 3)) == pytest.approx(0.0)  # knows the prompt alone
+    assert within(returns) == 1.0
+    assert within(values, returns=T([0.1], [0.1], [7], [0.3], [0.3]).expand(5, 3)) == 0.0  # rounding is no variance
+    assert within(values, groups=torch.arange(5)) == 0.0  # no two responses to a prompt
+    assert within(values, groups=torch.tensor([7, 7, 7, 9, 9])) != pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3])

@@ -150,11 +150,13 @@ class GroupLevel(GroupCritic):
         return self
 
     def baseline(self, rollout: Rollout, targets: Tensor, bounds: tuple[float, float]) -> Rollout | None:
+        from cct.tensors import at_least_float32
+
         from .functional import at_level, group_mean
 
         assert rollout.values is not None
         at_first = rollout.mask.int().argmax(1, keepdim=True)
-        first = rollout.values.masked_fill(~rollout.mask, bounds[0]).gather(1, at_first).squeeze(1)
+        first = at_least_float32(rollout.values).masked_fill(~rollout.mask, bounds[0]).gather(1, at_first).squeeze(1)
         mean, count = group_mean(targets.gather(1, at_first).squeeze(1), rollout.groups, rollout.valid)
         level = (count * mean + self.prior * first) / (count + self.prior)
         after = rollout.bootstrap

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from cct.tensors import operator
+
 # HL-Gauss: deviation in bin widths, as its source recommends; and bins added beyond each end of the range, so that a
 # target at the end keeps all but 1e-6 of its mass and with it its mean.
 SIGMA_IN_BINS = 0.75
@@ -15,6 +17,7 @@ PAD_BINS = 3
 EDGE = 1e-6
 
 
+@operator
 def two_hot(target: Tensor, atoms: Tensor) -> Tensor:
     """Distribution over evenly spaced atoms [K] with mean `target` [...]: its two neighbours share it. Returns [..., K].
 
@@ -27,6 +30,7 @@ def two_hot(target: Tensor, atoms: Tensor) -> Tensor:
     return (1 - (place.unsqueeze(-1) - steps).abs()).clamp(min=0)
 
 
+@operator
 def hl_gauss(target: Tensor, atoms: Tensor, sigma: float) -> Tensor:
     """Mass of a normal around `target` [...] in the bins around evenly spaced atoms [K]; sums to 1. Returns [..., K].
 
@@ -40,6 +44,7 @@ def hl_gauss(target: Tensor, atoms: Tensor, sigma: float) -> Tensor:
     return below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
 
 
+@operator
 def group_mean(x: Tensor, groups: Tensor, valid: Tensor, *, leave_one_out: bool = True) -> tuple[Tensor, Tensor]:
     """Mean of x [B] over the valid responses of each one's group, without its own where `leave_one_out`.
 
@@ -51,7 +56,7 @@ def group_mean(x: Tensor, groups: Tensor, valid: Tensor, *, leave_one_out: bool 
     index = torch.unique(groups, return_inverse=True)[1]
 
     def per_group(y: Tensor) -> Tensor:
-        return y.new_zeros(int(index.max()) + 1).index_add_(0, index, y)[index]
+        return y.new_zeros(len(y)).index_add_(0, index, y)[index]
 
     total, count = per_group(x), per_group(weight)
     if leave_one_out:
@@ -59,6 +64,7 @@ def group_mean(x: Tensor, groups: Tensor, valid: Tensor, *, leave_one_out: bool 
     return torch.where(count > 0, total / count.clamp(min=1), 0.0), count
 
 
+@operator
 def at_level(values: Tensor, first: Tensor, level: Tensor, bounds: tuple[float, float]) -> Tensor:
     """Values [B, T] with the shift of log-odds that takes the value `first` [B] to `level` [B]; all within bounds (low, high).
 
@@ -73,6 +79,7 @@ def at_level(values: Tensor, first: Tensor, level: Tensor, bounds: tuple[float, 
     return bounds[0] + (bounds[1] - bounds[0]) * torch.sigmoid(log_odds(values) + shift.unsqueeze(-1))
 
 
+@operator
 def rank_in_group(groups: Tensor) -> Tensor:
     """Number of each row [B] among those of its group, 0, 1, ... in their order. groups: [B] int."""
     index = torch.unique(groups, return_inverse=True)[1]
@@ -83,6 +90,7 @@ def rank_in_group(groups: Tensor) -> Tensor:
     return rank
 
 
+@operator
 def prompt_numbers(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     """A number per prompt [B] from left-padded tokens [B, P]: the same wherever and whenever the prompt comes."""
     modulus = 2**31 - 1

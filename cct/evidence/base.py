@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,11 @@ from cct.registry import Component, Registry, told
 
 if TYPE_CHECKING:
     from cct.rollout import Prompt, Response
+
+TEXT = str | bytes | bytearray
+
+# A number of evidence is no larger: its square, summed over a batch, has to stay within float32, weights included.
+LARGEST = 1e12
 
 # A score, counted at the last emitted token, or one reward per emitted token.
 Verdict = float | Sequence[float]
@@ -37,22 +43,34 @@ class Failure:
 def plain(verdict: Any, giver: str = "it") -> float | list[float]:
     """A verdict in plain numbers; one of numpy's or a tensor without dimensions is a number too. giver: for the message.
 
-    Raises ValueError where it is neither a finite number nor several.
+    Raises ValueError where it is neither a finite number nor several, of at most `LARGEST` in size.
     """
     try:
-        if isinstance(verdict, str | bytes):
-            raise TypeError
-        try:
-            len(verdict)
-        except TypeError:
-            numbers: float | list[float] = float(verdict)
-        else:
-            numbers = [float(x) for x in verdict]
-    except (TypeError, ValueError):
-        numbers = math.nan
-    if not all(map(math.isfinite, numbers if isinstance(numbers, list) else [numbers])):
-        raise ValueError(f"{giver} returned {repr(verdict)[:80]}; expected a finite number, or one for each token")
-    return numbers
+        several = (isinstance(verdict, Sequence) and not isinstance(verdict, TEXT)) or len(getattr(verdict, "shape", ())) > 0
+        found = [_number(x) for x in verdict] if several else [_number(verdict)]
+    except Exception:  # whatever a value of the user's raises when it is asked for its number
+        found, several = [math.nan], False
+    if not all(map(math.isfinite, found)):
+        raise ValueError(f"{giver} returned {_shown(verdict)}; expected a finite number, or one for each token")
+    if any(abs(x) > LARGEST for x in found):
+        raise ValueError(f"{giver} returned {_shown(verdict)}; expected numbers between -{LARGEST:g} and {LARGEST:g}")
+    return found if several else found[0]
+
+
+def _number(x: Any) -> float:
+    """Raises TypeError for text, for arrays, and for complex numbers, whose imaginary part numpy would drop."""
+    is_complex = isinstance(x, numbers.Complex) and not isinstance(x, numbers.Real)
+    if is_complex or isinstance(x, TEXT) or len(getattr(x, "shape", ())) > 0:
+        raise TypeError
+    return float(x.detach() if hasattr(x, "detach") else x)
+
+
+def _shown(verdict: Any) -> str:
+    """The beginning of its repr; Python writes no integer of thousands of digits, and a class's own may raise."""
+    try:
+        return repr(verdict)[:80]
+    except Exception:
+        return f"a value of type {type(verdict).__name__}"
 
 
 class Evidence(Component):
@@ -92,8 +110,17 @@ class Evidence(Component):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Least and greatest total a response can get before weighting; bounded critics rely on it."""
+        """Least and greatest total a response can get before weighting; bounded critics rely on it, and a total outside is an
+        error."""
         return 0.0, 1.0
+
+    def outside(self, rewards: Sequence[float]) -> str | None:
+        """What is wrong with one response's rewards: their total is outside `bounds`, by more than rounding; or None."""
+        (low, high), total = self.bounds, math.fsum(rewards)
+        slack = 1e-6 * max(1.0, abs(low), abs(high))
+        if low - slack <= total <= high + slack:
+            return None
+        return f"it returned {total:g}, outside its bounds [{low:g}, {high:g}]"
 
     @property
     def example(self) -> Prompt:

@@ -33,8 +33,9 @@ class Geometry(Component):
     from it, so that the ratio also corrects the engine, and clipping cuts what the two engines disagree on. Then a recipe
     without critic, gate or reference model needs no forward before the update."""
     correction: Literal["none", "truncate", "mask"] = "none"
-    """Weigh the loss by trainer's over engine's probability of what was sampled: capped at the bound, or 0 outside
-    [1 / bound, bound] (Yao et al. 2025, truncated importance sampling). It corrects the engine, not the policy's own change."""
+    """Weigh the policy's term of the loss by trainer's over engine's probability of what was sampled: capped at the bound, or 0
+    outside [1 / bound, bound] (Yao et al. 2025, truncated importance sampling). It corrects the engine, not the policy's own
+    change. The KL in the loss keeps its weight, as in verl and TRL."""
     correction_level: Literal["token", "sequence"] = "token"
     """Whether each token has its own weight, or each response that of all its tokens together."""
     correction_bound: float = Field(2.0, gt=1, le=1000)
@@ -107,14 +108,17 @@ class Geometry(Component):
         mask: Tensor,
         reference_logprobs: Tensor | None,
         marked: Tensor | None = None,
+        correction: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """All [B, T]; marked: what `mark` chose, None for no token.
+        """All [B, T]; marked: what `mark` chose, None for no token; correction: weights of the surrogate, not of the KL.
 
         Returns the loss per token [B, T], 0 where masked, and metrics per token [B, T].
         """
         from .functional import kl_estimate, kl_loss
 
         loss, metrics = self.surrogate(logprobs, old_logprobs, advantages, mask, marked)
+        if correction is not None:
+            loss = loss * correction
         if self.kl_coef and reference_logprobs is not None:
             estimator = self.kl_estimator or "k3"
             loss = loss + self.kl_coef * kl_loss(logprobs, old_logprobs, reference_logprobs, mask, estimator, self.kl_gradient)

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cct.tensors import operator
+
 from .base import Aggregation
 
 # exp(20) is finite in float32 and far beyond any clip bound; larger log-ratios would overflow to inf and then to NaN.
@@ -31,6 +33,7 @@ def _response_mean(x: Tensor, mask: Tensor) -> Tensor:
     return x.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
+@operator
 def ppo_clip_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -58,6 +61,7 @@ def ppo_clip_loss(
     return -surrogate, _metrics(log_ratio, plain > clipped)
 
 
+@operator
 def gspo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -81,6 +85,7 @@ def gspo_loss(
     return _at(mask, -surrogate), _metrics(log_ratio, (plain > clipped) & mask)
 
 
+@operator
 def gspo_token_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -104,6 +109,7 @@ def gspo_token_loss(
     return -torch.minimum(plain, clipped), _metrics(log_ratio, plain > clipped)
 
 
+@operator
 def gmpo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -126,6 +132,7 @@ def gmpo_loss(
     return _at(mask, -surrogate), _metrics(log_ratio, (capped != log_ratio) & (advantage != 0))
 
 
+@operator
 def policy_gradient_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -138,6 +145,7 @@ def policy_gradient_loss(
     return -_at(mask, advantages) * _at(mask, logprobs), _metrics(log_ratio, torch.zeros_like(mask))
 
 
+@operator
 def cispo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -158,6 +166,7 @@ def cispo_loss(
     return -weight * _at(mask, advantages) * _at(mask, logprobs), _metrics(log_ratio, weight != ratio)
 
 
+@operator
 def sapo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -180,6 +189,7 @@ def sapo_loss(
     return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, _metrics(log_ratio, torch.zeros_like(mask))
 
 
+@operator
 def topr_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -204,6 +214,7 @@ def topr_loss(
     return loss, _metrics(log_ratio, bad & (tapered < raw.exp()))
 
 
+@operator
 def dppo_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -237,6 +248,7 @@ def dppo_loss(
 
 
 @torch.no_grad()
+@operator
 def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """(log pi - its mean) (A - its mean) per token [B, T], means over the unmasked tokens given; 0 where masked.
 
@@ -252,6 +264,7 @@ def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Ten
 
 
 @torch.no_grad()
+@operator
 def mark_some_covariances(
     logprobs: Tensor, advantages: Tensor, mask: Tensor, *, share: float, low: float, high: float, seed: int
 ) -> Tensor:
@@ -269,6 +282,7 @@ def mark_some_covariances(
 
 
 @torch.no_grad()
+@operator
 def mark_top_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, share: float) -> Tensor:
     """The `share` of all tokens, at least one, with the highest covariance, where it is above 0; bool [B, T].
 
@@ -281,6 +295,7 @@ def mark_top_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor, *, 
     return marked.view_as(mask) & (covariance > 0)
 
 
+@operator
 def clip_cov_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -301,6 +316,7 @@ def clip_cov_loss(
     return torch.where(held, loss.detach(), loss), metrics | {"marked": held.to(loss.dtype)}
 
 
+@operator
 def kl_cov_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None, *, coef: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -316,6 +332,7 @@ def kl_cov_loss(
     return loss, _metrics(log_ratio, torch.zeros_like(mask)) | {"marked": held.to(loss.dtype)}
 
 
+@operator
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, estimator: str = "k3") -> Tensor:
     """Per-token estimate [B, T] of KL(policy || reference) on tokens drawn from the policy; 0 where masked.
 
@@ -332,6 +349,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, esti
     raise ValueError(f"estimator must be 'k1', 'k2' or 'k3'; got {estimator!r}")
 
 
+@operator
 def kl_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -360,6 +378,7 @@ def kl_loss(
     raise ValueError(f"gradient must be 'plain', 'k2' or 'importance'; got {gradient!r}")
 
 
+@operator
 def aggregation_weights(mask: Tensor, aggregation: Aggregation = "token_mean", *, constant: float = 1024.0) -> Tensor:
     """Weight of each token [B, T] such that loss = sum(weights * loss_per_token) over the whole minibatch.
 
@@ -379,6 +398,7 @@ def aggregation_weights(mask: Tensor, aggregation: Aggregation = "token_mean", *
     raise ValueError(f"aggregation must be token_mean, sequence_mean or sequence_sum_over_constant; got {aggregation!r}")
 
 
+@operator
 def aggregate(loss: Tensor, mask: Tensor, aggregation: Aggregation = "token_mean", *, constant: float = 1024.0) -> Tensor:
     """Scalar loss of one undivided minibatch; see `aggregation_weights`. Masked entries, NaN included, do not count."""
     return (_at(mask, loss) * aggregation_weights(mask, aggregation, constant=constant)).sum()
@@ -388,6 +408,7 @@ def _at(mask: Tensor, x: Tensor) -> Tensor:
     return x.masked_fill(~mask, 0.0)
 
 
+@operator
 def correction_weights(
     logprobs: Tensor,
     rollout_logprobs: Tensor,

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from cct.rollout import QUERY_BLOCK, Attention
+from cct.tensors import as_mask
 
 # An additive mask at or below this hides a key: its probability is 0 in float32 beside any logit that models have.
 HIDDEN = -1e3
@@ -100,8 +101,8 @@ def attention_concentration(
 ) -> Tensor:
     """1 - H(p) / log n for each query, where p is its attention over the n keys it sees; the largest p for `max`.
 
-    query: [B, H, S, d]; key: [B, H_kv, S, d], H a multiple of H_kv. mask: [B or 1, 1, S, S], bool (True =
-    visible) or additive; `Runs` of padded or packed rows say the same without S*S numbers; None is plain causal.
+    query: [B, H, S, d]; key: [B, H_kv, S, d], H a multiple of H_kv. mask: [B or 1, 1, S, S], bool or integers 0
+    and 1 (True = visible), or additive; `Runs` of padded or packed rows say the same without S*S numbers; None is plain causal.
     scaling: of the logits, default d^-0.5. sinks: leading visible keys left out, the rest renormalised. Returns [B, H, S]
     float32, detached, in [0, 1]; 1 where fewer than two keys are left. At padding (queries that do not see themselves) it may
     be anything in [0, 1]. kernel: None takes `kernel_of(query)`.
@@ -135,7 +136,7 @@ def _has_values(mask: Tensor) -> bool:
 
 
 def _visible(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > HIDDEN
+    return mask > HIDDEN if mask.is_floating_point() else as_mask(mask)
 
 
 def _under_causal(query: Tensor, key: Tensor, scaling: float, statistic: str, sinks: int, kernel: Kernel) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cct.critic.towers import Tower
+from cct.handover import read_only
 from cct.policy.attention import attention_concentration, tap
 from cct.policy.head import LOGITS_AT_ONCE, distribution_of, entropy_of, plain_head, reading, token_logprobs
 from cct.rollout import Attention, Concentration, Forward, Statistic, Trace
@@ -143,13 +144,15 @@ class Agent(nn.Module):
     def values(self, trace: Trace, width: int) -> tuple[Tensor, Tensor]:
         """The critic's raw outputs and values on a trace, [B, width + 1 (, ...)]; index t is read before token t."""
         assert self.critic is not None
-        with self._precision(trace.input_ids), blamed_on(f"critic ({type(self.critic).__name__})"):
+        name = f"critic ({type(self.critic).__name__})"
+        with self._precision(trace.input_ids), blamed_on(name), read_only(name, vars(trace)):
             raw = self.critic(trace)[:, -width - 1 :].float()
             return raw, self.critic.head.value(raw)
 
     @staticmethod
     def _measured(name: str, what: Statistic, forward: Forward) -> Tensor:
-        with blamed_on(f"statistic '{name}' ({type(what).__name__})"):
+        part = f"statistic '{name}' ({type(what).__name__})"
+        with blamed_on(part), read_only(part, vars(forward)):
             measured = what.measure(forward).detach().float()
             if measured.shape != forward.logprobs.shape:
                 raise ValueError(

@@ -26,7 +26,8 @@ class Minibatch:
     numbers: Tensor | None = None  # [B] of each response among those to its prompt in its iteration
     value_targets: Tensor | None = None  # [B, T]
     # --- for the policy
-    loss_weights: Tensor | None = None  # [B, T] of its loss, by the geometry's aggregation and correction
+    loss_weights: Tensor | None = None  # [B, T] of its loss, by the geometry's aggregation
+    correction: Tensor | None = None  # [B, T] of its surrogate alone, by the geometry's correction
     advantages: Tensor | None = None  # [B, T]
     logprobs: Tensor | None = None  # [B, T] of the behaviour policy, which the ratio is to; None: it is the one that learns
     marked: Tensor | None = None  # [B, T] tokens that the geometry chose from the whole minibatch

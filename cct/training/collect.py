@@ -18,11 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cct.geometry.functional import aggregation_weights, correction_weights, kl_estimate
+from cct.handover import check, read_only
 from cct.policy.sampling import Engine, EngineError
 from cct.recipe import Recipe
 from cct.registry import described
 from cct.rollout import Credit, Rollout, Trace, derive_seed
-from cct.transport.functional import explained_variance, gated_gae, masked_mean_std
+from cct.tensors import as_mask
+from cct.transport.functional import explained_variance, explained_variance_within, gated_gae, masked_mean_std
 
 from .agent import Agent
 from .batching import Minibatch, micro_batches, trimmed
@@ -149,6 +151,8 @@ class Collector:
         ordered = [rows[index] for index in order]
         plan, *plans = self._plans(ordered, ranks.world)
         rollout, branched = self._tensors(ordered, seed("transport")), dict[str, float]()
+        with blamed_on("engine", iteration):
+            check(f"engine '{recipe.generation.use}' (log-probabilities)", rollout.logprobs, rollout.mask)
         if baselines is not None:
             rollout = rollout.replace(greedy_scores=rollout.rewards.new_tensor(baselines)[rollout.groups])
         if recipe.transport.branches:
@@ -159,7 +163,9 @@ class Collector:
         traces: list[Trace] = []
         if self._reads_before:
             stage("behaviour")
-            rollout, traces = self._read(rollout, plan, ranks)
+            with blamed_on("policy", iteration):
+                rollout, traces = self._read(rollout, plan, ranks)
+                self._check_reading(rollout)
         repeated = [
             batch
             for lesson, each in zip(self.past, plans, strict=True)
@@ -170,10 +176,15 @@ class Collector:
         stage("transport")
         credit, seen = self._credit(rollout, iteration), rollout
         if recipe.critic is not None and credit.value_targets is not None:
-            with blamed_on(f"critic '{recipe.critic.use}' (baseline)", iteration):
-                other = recipe.critic.baseline(rollout, credit.value_targets, recipe.reward_bounds)
+            name = f"critic '{recipe.critic.use}' (baseline)"
+            with blamed_on(name, iteration):
+                with read_only(name, vars(rollout) | vars(credit), contents=iteration <= 1):
+                    other = recipe.critic.baseline(rollout, credit.value_targets, recipe.reward_bounds)
+                if other is not None:
+                    _of_one_kind(other, rollout, recipe.critic.use)
+                    assert other.values is not None
+                    check(name, other.values, rollout.mask)
             if other is not None:
-                _of_one_kind(other, rollout, recipe.critic.use)
                 credit, seen = self._credit(other, iteration), other
         lessons: list[Minibatch] = []
         if traces and credit.value_targets is not None:
@@ -185,7 +196,7 @@ class Collector:
         metrics |= {f"time/{name}": after - before for (name, before), (_, after) in pairwise(clock)}
         if judged := [score for score in baselines or [] if math.isfinite(score)]:
             metrics["train/greedy_reward"] = sum(judged) / len(judged)
-        per_response = (credit.advantages.sum(1) / rollout.mask.sum(1).clamp(min=1)).tolist()
+        per_response = (credit.advantages.masked_fill(~rollout.mask, 0.0).sum(1) / rollout.mask.sum(1).clamp(min=1)).tolist()
         advantage = dict(zip(order, per_response, strict=True))
         samples = [
             Sample(row.prompt.text, row.response.text, sum(row.rewards), advantage[number], row.response.finished)
@@ -255,8 +266,13 @@ class Collector:
         def text_of(token: int) -> str:
             return str(self.tokenizer.decode([token]))
 
-        with blamed_on(f"transport '{self.recipe.transport.use}' (starts)"):
-            starts = self.recipe.transport.starts(rollout, text_of) & rollout.mask
+        name = f"transport '{self.recipe.transport.use}' (starts)"
+        with blamed_on(name):
+            with read_only(name, vars(rollout)):
+                starts = as_mask(self.recipe.transport.starts(rollout, text_of), "starts")
+            if starts.shape != rollout.mask.shape:
+                raise ValueError(f"starts must have shape {tuple(rollout.mask.shape)}; got {tuple(starts.shape)}")
+            starts = starts & rollout.mask
         places = [row.nonzero().flatten().tolist() for row in starts]
         found, cost, errors = branch(self.recipe, self.engine, self.tokenizer, rows, places, seed, ranks)
         values = torch.zeros_like(rollout.rewards)
@@ -295,6 +311,20 @@ class Collector:
             read = read.replace(values=values[:, :-1], bootstrap=cut)
         return read, [reading.trace for reading in readings if reading.trace is not None]
 
+    def _check_reading(self, rollout: Rollout) -> None:
+        """Raises HandoverError naming who gave NaN or infinity, before a transport makes something of it."""
+        mask, recipe = rollout.mask, self.recipe
+        check("policy (log-probabilities)", rollout.logprobs, mask)
+        check("policy (entropy)", rollout.stats["entropy"], mask)
+        for name, what in recipe.transport.statistics.items():
+            check(f"statistic '{name}' ({type(what).__name__})", rollout.stats[name], mask)
+        if rollout.reference_logprobs is not None:
+            check("reference policy (log-probabilities)", rollout.reference_logprobs, mask)
+        if recipe.critic is not None and rollout.values is not None:
+            check(recipe.critic, rollout.values, mask, output="values")
+            if rollout.bootstrap is not None:
+                check(recipe.critic, rollout.bootstrap, rollout.valid, output="value after the last token")
+
     def _kl_in_reward(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
         """Each token pays its KL to the reference policy, with `geometry.kl_in_reward`; and the mean of what was estimated."""
         geometry, reference = self.recipe.geometry, rollout.reference_logprobs
@@ -305,30 +335,17 @@ class Collector:
         return rollout.replace(rewards=rollout.rewards - geometry.kl_in_reward * kl), {"train/reference_kl": mean}
 
     def _credit(self, rollout: Rollout, iteration: int) -> Credit:
-        """What the transport makes of it. Raises TrainingStopped where that is no credit, or holds NaN."""
-        where, transport = f"in iteration {iteration}", f"transport '{self.recipe.transport.use}'"
-        with blamed_on(transport, iteration):
-            credit = self.recipe.transport(rollout)
-        if not isinstance(credit, Credit):
-            raise TrainingStopped(f"{transport} returned {described(credit)} {where}; expected Credit(advantages [B, T] float)")
-        shape = tuple(rollout.mask.shape)
-        for name in ("advantages", "value_targets", "gate"):
-            found = getattr(credit, name)
-            given = isinstance(found, Tensor) and found.shape == shape and found.is_floating_point()
-            if not given and (found is not None or name == "advantages"):
-                raise TrainingStopped(
-                    f"{transport} returned {described(found)} as {name} {where}; expected a float tensor of shape {shape}"
-                )
+        """What the transport makes of it. Raises TrainingStopped where that is no credit, naming the part that is to blame."""
+        transport = self.recipe.transport
+        with (
+            blamed_on(f"transport '{transport.use}'", iteration, self.recipe),
+            read_only(transport, {f"rollout.{name}": x for name, x in vars(rollout).items()}, contents=iteration <= 1),
+        ):
+            credit = transport.checked(rollout)
         if self.agent.critic is not None and credit.value_targets is None:
-            raise TrainingStopped(f"{transport} gives no value targets, so the critic cannot learn; set `critic: null`")
-        for name, tensor in {
-            "policy (log-probabilities)": rollout.logprobs,
-            f"critic '{self.recipe.critic.use if self.recipe.critic else ''}' (values)": rollout.values,
-            f"{transport} (advantages)": credit.advantages,
-            f"{transport} (value targets)": credit.value_targets,
-        }.items():
-            if tensor is not None and not bool(tensor.masked_fill(~rollout.mask, 0.0).isfinite().all()):
-                raise TrainingStopped(f"NaN or infinity from {name} {where}")
+            raise TrainingStopped(
+                f"transport '{transport.use}' gives no value targets, so the critic cannot learn; set `critic: null`"
+            )
         return credit
 
     def _updates(
@@ -338,16 +355,20 @@ class Collector:
         training, geometry = self.recipe.training, self.recipe.geometry
         masks = rollout.mask.split(training.minibatch_size)
         loss_weights = torch.cat([aggregation_weights(m, geometry.aggregation, constant=geometry.constant) for m in masks])
-        loss_weights = loss_weights * self._correction(rollout)[1]
+        correction = None if geometry.correction == "none" else self._correction(rollout)[1]
         token_weights = torch.cat([aggregation_weights(m) for m in masks])
         old = rollout.rollout_logprobs if geometry.ratio_to == "engine" else rollout.logprobs
         assert old is not None
         read_before = self._reads_before
         on_policy = not read_before and geometry.ratio_to == "trainer"
         minibatches = zip(*(x.split(training.minibatch_size) for x in (old, credit.advantages, rollout.mask)), strict=True)
-        with blamed_on(f"geometry '{geometry.use}' (mark)", iteration):
+        name = f"geometry '{geometry.use}' (mark)"
+        given = {"the log-probabilities": old, "the advantages": credit.advantages, "the mask": rollout.mask}
+        with blamed_on(name, iteration), read_only(name, given, contents=iteration <= 1):
             chosen = [geometry.mark(o, a, m, derive_seed(seed, "mark", number)) for number, (o, a, m) in enumerate(minibatches)]
-        marked = torch.cat([part for part in chosen if part is not None]) if None not in chosen else None
+            marked = None if None in chosen else torch.cat([as_mask(part, "marked") for part in chosen])
+            if marked is not None and marked.shape != rollout.mask.shape:
+                raise ValueError(f"marked must have shape {tuple(rollout.mask.shape)}; got {tuple(marked.shape)}")
 
         def policy(rows: list[int]) -> Minibatch:
             columns, width = trimmed(rollout, rows)
@@ -361,6 +382,7 @@ class Collector:
                 take(rollout.mask),
                 take(token_weights),
                 loss_weights=take(loss_weights),
+                correction=None if correction is None else take(correction),
                 advantages=take(credit.advantages),
                 logprobs=None if on_policy else take(old),
                 marked=None if marked is None else take(marked),
@@ -419,6 +441,9 @@ class Collector:
             monte_carlo = gated_gae(rollout.rewards, torch.zeros_like(rollout.rewards), mask, gamma=1.0, lam=1.0)[0]
             metrics |= {
                 "critic/explained_variance": explained_variance(rollout.values, monte_carlo, mask),
+                "critic/explained_variance_within": explained_variance_within(
+                    rollout.values, monte_carlo, mask, rollout.groups
+                ),
                 "critic/explained_variance_of_target": explained_variance(rollout.values, credit.value_targets, mask),
                 "critic/value": mean(rollout.values),
             }

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from cct.critic.functional import prompt_numbers
+from cct.handover import read_only
 from cct.recipe import Recipe
 from cct.registry import described
 
@@ -212,11 +213,12 @@ class CreditModule(LightningModule):
         assert batch.loss_weights is not None and batch.advantages is not None
         reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1], with_entropy=not batch.read_before)
         old_logprobs = reading.logprobs.detach() if batch.logprobs is None else batch.logprobs
-        chosen = () if batch.marked is None else (batch.marked,)
+        optional = {name: x for name in ("marked", "correction") if (x := getattr(batch, name)) is not None}
         geometry = f"geometry '{self.recipe.geometry.use}'"
-        with blamed_on(geometry, self.iteration):
+        given = {"logprobs": reading.logprobs, "old_logprobs": old_logprobs, **vars(batch)}
+        with blamed_on(geometry, self.iteration), read_only(self.recipe.geometry, given, contents=self.iteration <= 1):
             per_token, metrics = self.recipe.geometry(
-                reading.logprobs, old_logprobs, batch.advantages, batch.mask, batch.reference_logprobs, *chosen
+                reading.logprobs, old_logprobs, batch.advantages, batch.mask, batch.reference_logprobs, **optional
             )
         for name, value in {"the loss": per_token, **metrics}.items():
             if not isinstance(value, torch.Tensor) or value.shape != batch.mask.shape:
@@ -224,11 +226,16 @@ class CreditModule(LightningModule):
                     f"{geometry} returned {described(value)} as {name} in iteration {self.iteration}; expected a tensor of "
                     f"shape {tuple(batch.mask.shape)}"
                 )
+        if reading.logprobs.requires_grad and not per_token.requires_grad:
+            raise TrainingStopped(f"{geometry} returned a loss without a gradient; it must be made of `logprobs`")
         if not batch.read_before:
             metrics["entropy"] = reading.entropy.masked_fill(~batch.mask, 0.0)
         loss = (batch.loss_weights * per_token).sum()
         self._finite(loss, f"{geometry} (loss)")
-        means = {f"policy/{name}": (batch.token_weights * value).sum() for name, value in metrics.items()}
+        means = {}
+        for name, value in metrics.items():
+            means[f"policy/{name}"] = (batch.token_weights * value.detach().masked_fill(~batch.mask, 0)).sum()
+            self._finite(means[f"policy/{name}"], f"{geometry} (metric '{name}')")
         self._count(**means, **{"policy/loss": loss.detach(), "policy/batches": torch.ones(())})
         return loss
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -46,9 +48,11 @@ def scores(
     that is neither a finite number nor one finite number per token too.
     """
     scored: list[list[float] | None] = []
+    distinct = list({id(prompt): prompt for prompt in prompts}.values())
+    before = [_pickled(prompt.meta) for prompt in distinct]
     with closing(verdicts(part, prompts, responses)) as found:
         for prompt, response, verdict in zip(prompts, responses, found, strict=True):
-            checked = verdict if isinstance(verdict, Failure) else _per_token(verdict, len(response.tokens))
+            checked = verdict if isinstance(verdict, Failure) else _per_token(part, verdict, len(response.tokens))
             if isinstance(checked, Failure):
                 if part.on_error == "fail":
                     said = "" if checked.timed_out else "failed: "
@@ -58,10 +62,24 @@ def scores(
                     ) from checked.cause
                 failures[f"{'timeouts' if checked.timed_out else 'errors'}/{part.use}"] += 1
             scored.append(None if isinstance(checked, Failure) else checked)
+    for prompt, meta in zip(distinct, before, strict=True):
+        if meta is not None and _pickled(prompt.meta) != meta:
+            raise TrainingStopped(
+                f"evidence '{part.use}' changed the meta of the prompt {prompt.text[:60]!r} in place, which other evidence and "
+                "later iterations read; it must work on a copy"
+            )
     return scored
 
 
-def _per_token(verdict: Verdict, tokens: int) -> list[float] | Failure:
+def _pickled(meta: dict[str, Any]) -> bytes | None:
+    """What a prompt's meta holds; None where it is empty, or cannot be pickled."""
+    try:
+        return pickle.dumps(meta) if meta else None
+    except Exception:
+        return None
+
+
+def _per_token(part: Evidence, verdict: Verdict, tokens: int) -> list[float] | Failure:
     try:
         numbers = plain(verdict)
     except ValueError as error:
@@ -69,7 +87,8 @@ def _per_token(verdict: Verdict, tokens: int) -> list[float] | Failure:
     rewards = numbers if isinstance(numbers, list) else [0.0] * (tokens - 1) + [numbers]
     if len(rewards) != tokens:
         return Failure(f"it returned {len(rewards)} numbers for {tokens} tokens; expected one for each, or one in all")
-    return rewards
+    outside = part.outside(rewards)
+    return Failure(outside) if outside else rewards
 
 
 def weigh(

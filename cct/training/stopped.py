@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from cct.handover import HandoverError
 from cct.recipe import RecipeError
-from cct.registry import told
+from cct.registry import Knobs, told
 
 
 class TrainingStopped(RuntimeError):
@@ -14,12 +15,17 @@ class TrainingStopped(RuntimeError):
 
 
 @contextmanager
-def blamed_on(part: str, iteration: int | None = None) -> Iterator[None]:
-    """Whatever is raised within stops the run, in one line that names the part; the cause keeps the traceback."""
+def blamed_on(part: str, iteration: int | None = None, recipe: Knobs | None = None) -> Iterator[None]:
+    """Whatever is raised within stops the run, in one line that names the part; the cause keeps the traceback.
+
+    A HandoverError names another part: the one that it is about, and its place in the recipe.
+    """
     try:
         yield
     except (TrainingStopped, RecipeError):
         raise
+    except HandoverError as error:
+        raise TrainingStopped(error.told(recipe, iteration)) from error
     except (Exception, SystemExit) as error:
         where = "" if iteration is None else f" in iteration {iteration}"
         raise TrainingStopped(f"{part}{where}: {told(error)}") from error

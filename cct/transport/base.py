@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+from cct.handover import HandoverError, check, read_only
 from cct.registry import Component, Registry, described
-from cct.rollout import Reach
+from cct.rollout import Credit, Reach
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from cct.rollout import Credit, Rollout, Statistic
+    from cct.rollout import Rollout, Statistic
 
 
 class Transport(Component):
@@ -25,6 +26,25 @@ class Transport(Component):
     def __call__(self, rollout: Rollout) -> Credit:
         """Advantages [B, T] (and value targets [B, T] where it has a use for a critic)."""
         raise NotImplementedError
+
+    def checked(self, rollout: Rollout) -> Credit:
+        """The credit, for whoever reads it.
+
+        Raises HandoverError where it is none, holds NaN or infinity at a trainable token or a gate outside [0, 1], or where the
+        rollout was changed in place.
+        """
+        with read_only(self, _fields(rollout)):
+            credit = self(rollout)
+        if not isinstance(credit, Credit):
+            raise HandoverError(
+                self, f"{{part}} returned {described(credit)}{{where}}; expected Credit(advantages [B, T] float)"
+            )
+        check(self, credit.advantages, rollout.mask, output="advantages")
+        if credit.value_targets is not None:
+            check(self, credit.value_targets, rollout.mask, output="value_targets")
+        if credit.gate is not None:
+            check(self, credit.gate, rollout.mask, output="gate", within=(0.0, 1.0))
+        return credit
 
     @property
     def grain(self) -> Literal["token", "sequence"]:
@@ -72,17 +92,24 @@ class Gate(Component):
         raise NotImplementedError
 
     def discounts(self, rollout: Rollout) -> Tensor:
-        """What the gate gives, for whoever reads it. Raises TypeError where that is no float tensor [B, T]."""
-        found = self(rollout)
-        shape = tuple(rollout.mask.shape)
-        if tuple(getattr(found, "shape", ())) != shape or not getattr(found, "is_floating_point", bool)():
-            raise TypeError(f"gate '{self.use}' returned {described(found)}; expected a float tensor of shape {shape}")
+        """What the gate gives, for whoever reads it.
+
+        Raises HandoverError where that is no float tensor [B, T], where it holds NaN or leaves [0, 1] at a trainable token, or
+        where the rollout was changed in place.
+        """
+        with read_only(self, _fields(rollout)):
+            found = self(rollout)
+        check(self, found, rollout.mask, within=(0.0, 1.0))
         return found
 
     @property
     def statistics(self) -> dict[str, Statistic]:
         """As `Transport.statistics`."""
         return {}
+
+
+def _fields(rollout: Rollout) -> dict[str, Any]:
+    return {f"rollout.{name}": value for name, value in vars(rollout).items()}
 
 
 transports: Registry[Transport] = Registry("transport", Transport)

@@ -26,6 +26,7 @@ class GTPO(Transport):
     Defaults: share 0.1 (public implementations give the rest a weight of 0.9 or of 1), ddof 0. With share 0 and equal lengths
     it is `grpo` with ddof 0.
     Pitfall: the t-th tokens of two responses need have nothing in common. Scores must be positive for success only.
+    A KL acts on groups of equal scores all the same.
     """
 
     share: float = Field(0.1, ge=0, le=1)
@@ -74,6 +75,6 @@ class HighEntropy(Wrapper):
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import high_entropy_mask
 
-        credit = self.of(rollout)
+        credit = self.of.checked(rollout)
         kept = high_entropy_mask(rollout.stats["entropy"], rollout.mask, self.fraction)
         return replace(credit, advantages=credit.advantages.masked_fill(~kept, 0.0))

@@ -46,11 +46,13 @@ class ConstantGate(Gate):
         return {**self.of.waives, "future": "a control: it has the rate of the whole batch"} if self.of else {}
 
     def __call__(self, rollout: Rollout) -> Tensor:
+        from cct.tensors import at_least_float32
+
         from .functional import geometric_mean
 
         rate = geometric_mean(self.of.discounts(rollout), rollout.mask) if self.of else self.gamma
         assert rate is not None
-        return rollout.rewards.new_full(rollout.rewards.shape, rate)
+        return at_least_float32(rollout.rewards).new_full(rollout.rewards.shape, rate)
 
 
 class StatisticGate(Gate):
@@ -196,7 +198,7 @@ class ProfileGate(Gate):
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import position_curve
 
-        return position_curve(rollout.mask, self.start, self.end, self.shape, self.tokens).to(rollout.rewards.dtype)
+        return position_curve(rollout.mask, self.start, self.end, self.shape, self.tokens)
 
 
 @gates.register("turn")
@@ -216,11 +218,14 @@ class TurnGate(Gate):
         return {"gap": "a gap ends a turn"}
 
     def __call__(self, rollout: Rollout) -> Tensor:
+        from cct.tensors import at_least_float32
+
         from .functional import turn_starts
 
         starts = turn_starts(rollout.mask)
         later = starts & (starts.long().cumsum(1) > 1)
-        return rollout.rewards.new_full(rollout.rewards.shape, self.within).masked_fill(later, self.boundary)
+        within = at_least_float32(rollout.rewards).new_full(rollout.rewards.shape, self.within)
+        return within.masked_fill(later, self.boundary)
 
 
 class _Several(Gate):

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# The frameworks' conventions were last read at verl 1dda039 (2026-08-22), TRL f2cd577 (1.10.0.dev0, 2026-07-24), OpenRLHF
+# 3c3be62 (0.11.0, 2026-08-13) and NeMo RL 7ea279a (2026-08-22); the file and function stand beside each `presets`.
+
+
 class _CriticFree(Transport):
     """A transport of rewards and groups alone, with `like`."""
 
@@ -84,7 +88,9 @@ class GRPO(_Group):
     A_it = (s_i - mean) / (deviation + eps), mean and deviation of the group's scores; the same at each token t of
     response i, [B, T]. Groups of equal scores get exactly 0.
     Source: arXiv 2402.03300. Defaults: deviation with ddof 1, eps 1e-6.
-    Pitfall: the division weighs nearly solved and nearly hopeless prompts most; `dr_grpo` leaves it out.
+    Pitfalls: the division weighs nearly solved and nearly hopeless prompts most; `dr_grpo` leaves it out. Groups of equal
+    scores still move the policy where the loss has a KL (`geometry.kl_coef`), which acts on their tokens too; a KL in rewards
+    (`geometry.kl_in_reward`) makes their scores differ.
     """
 
     # verl: verl/trainer/ppo/core_algos.py, compute_grpo_outcome_advantage.
@@ -131,7 +137,7 @@ class DrGRPO(_Group):
     A_it = s_i - mean of the group, [B, T], the same at each token.
     Source: arXiv 2503.20783.
     Pitfall: this is half of Dr. GRPO. The other half is in the loss, which must not divide by a response's length:
-    `geometry.aggregation: sequence_sum_over_constant`.
+    `geometry.aggregation: sequence_sum_over_constant`. A KL acts on groups of equal scores all the same.
     """
 
     # As for grpo, without the division: norm_adv_by_std_in_grpo=False, scale_rewards="none", dr_grpo.
@@ -150,12 +156,13 @@ class RLOO(_Group):
     A_it = s_i - mean of the others = (s_i - mean) n / (n - 1), [B, T], the same at each token.
     Source: arXiv 2402.14740; Kool et al. 2019.
     Pitfall: as it does not divide by a deviation, advantages have the unit of the rewards, and so does the step size.
+    A KL acts on groups of equal scores all the same.
     """
 
     # verl: core_algos.py, compute_rloo_outcome_advantage. OpenRLHF: experience_maker.py, rloo (it refuses groups of one).
     # NeMo RL: nemo_rl/algorithms/utils.py, calculate_baseline_and_std_per_prompt with its leave-one-out baseline, and
-    # rewards that are not normalised. TRL: trl/trainer/rloo_trainer.py (no groups of one, advantages not normalised).
-    presets = {"verl": {"single": "raw"}, "nemo_rl": {"single": "zero"}, "openrlhf": {}, "trl": {}}
+    # rewards that are not normalised. TRL: trl/trainer/rloo_trainer.py (alone gives 0, advantages not normalised).
+    presets = {"verl": {"single": "raw"}, "nemo_rl": {"single": "zero"}, "openrlhf": {}, "trl": {"single": "zero"}}
     like: Literal["verl", "trl", "openrlhf", "nemo_rl"] | None = None
     """Take `single` from this framework; where it is given as well it has to agree."""
 
@@ -170,7 +177,8 @@ class OPO(_Group):
     A_it = s_i - sum_j(n_j s_j) / sum_j(n_j), with n_j the trainable tokens of response j; [B, T], the same at each token.
     Source: arXiv 2505.23585. Least variance holds where a response's squared gradient grows as its length.
     Pitfall: the advantages of a group sum to 0 over its tokens, not over its responses: they suit `token_mean`. The
-    source samples strictly on-policy, without a KL term and with one update per round.
+    source samples strictly on-policy, without a KL term and with one update per round. A KL acts on groups of
+    equal scores all the same.
     """
 
     # verl: core_algos.py, compute_opo_outcome_advantage.
@@ -191,6 +199,7 @@ class GPG(_Group):
     the same at each token.
     Source: arXiv 2504.02546. Default: no division (its F_norm = 1), ddof 1 where there is one.
     Pitfall: alpha grows as fewer groups teach, so the noisiest rounds take the largest steps; watch `advantage/std`.
+    A KL acts on groups of equal scores all the same.
     """
 
     # verl: core_algos.py, compute_gpg_outcome_advantage with f_norm = 1.
@@ -226,6 +235,7 @@ class LitePPO(_Group):
     A_it = (s_i - mean of the group) / (deviation of all scores + eps), [B, T], the same at each token.
     Source: arXiv 2508.08221, with `aggregation: token_mean`. Defaults: ddof 1, eps 1e-6.
     Pitfall: the deviation holds the differences between prompts too, so advantages shrink as the prompts get more mixed.
+    A KL acts on groups of equal scores all the same.
     """
 
     # TRL: grpo_trainer.py with scale_rewards="batch".
@@ -250,7 +260,7 @@ class GRPOPassAtK(_CriticFree):
     Source: arXiv 2508.10751 for scores 0 and 1, here for any; `lead` is arXiv 2503.19595 (Tang et al. 2025).
     Default: k = 4. A group of k or fewer responses gets 0.
     Pitfall: with more than n - k successes in a group every subset succeeds and all get 0; no failure of such a group is
-    punished, so pass@1 can stand still.
+    punished, so pass@1 can stand still. A KL acts on groups of equal scores all the same.
     """
 
     # verl: core_algos.py, compute_grpo_passk_outcome_advantage.
@@ -308,7 +318,7 @@ class GRPOLambda(GRPO):
     is that of these weights, and farther off it is not. Its floor for advantages is -0.1.
     Defaults: recent, lam 0.99, no floor. recent at lam 0 and outcome at 1 are `grpo`.
     Pitfall: under recent a token weighs up to 1 / (1 - lam), 100 times as much as under `grpo`, and the last ones least;
-    under outcome half is lost every log(0.5) / log(lam) tokens, 69 at 0.99.
+    under outcome half is lost every log(0.5) / log(lam) tokens, 69 at 0.99. A KL acts on groups of equal scores all the same.
     """
 
     lam: float = Field(0.99, ge=0, le=1)
@@ -371,9 +381,10 @@ class ReinforcePP(_Whitened):
     much; and with gamma 1 a long response counts in that mean as often as it has tokens.
     """
 
-    # verl: core_algos.py, compute_reinforce_plus_plus_outcome_advantage: the running return is 0 after a masked token.
+    # verl: core_algos.py, compute_reinforce_plus_plus_outcome_advantage: a masked token carries the running return, since its
+    # pull request 7300 (2026-08-10); before, it cut it.
     # OpenRLHF: experience_maker.py, get_cumulative_returns: a masked token is a step with reward 0.
-    presets = {"verl": {**_WHITEN["verl"], "gap": "cut"}, "openrlhf": {**_WHITEN["openrlhf"], "gap": "decay"}}
+    presets = {"verl": {**_WHITEN["verl"], "gap": "carry"}, "openrlhf": {**_WHITEN["openrlhf"], "gap": "decay"}}
     like: Literal["verl", "openrlhf"] | None = None
     """Take unit, ddof, eps, eps_at and gap from this framework; one that is given as well has to agree."""
     gamma: float = Field(1.0, gt=0, le=1)

@@ -147,7 +147,7 @@ class Disagreement(Wrapper):
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import high_entropy_mask
 
-        credit = self.of(rollout)
+        credit = self.of.checked(rollout)
         kept = high_entropy_mask(rollout.stats["value_disagreement"], rollout.mask, 1 - self.share)
         return replace(credit, advantages=credit.advantages.masked_fill(~kept, 0.0))
 
@@ -205,6 +205,6 @@ class Rhythm(Wrapper):
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import largest_share
 
-        credit = self.of(rollout)
+        credit = self.of.checked(rollout)
         chosen = largest_share(rollout.stats[self._own[0]].detach(), rollout.mask, self.share)
         return replace(credit, advantages=credit.advantages.where(~chosen, self.factor * credit.advantages))

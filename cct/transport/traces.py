@@ -96,7 +96,9 @@ class _OffPolicy(_Discounted):
     def _log_ratio(rollout: Rollout) -> Tensor:
         if rollout.rollout_logprobs is None:
             raise ValueError("this trace needs the engine's log-probabilities (rollout.rollout_logprobs), and there are none")
-        return rollout.logprobs.detach() - rollout.rollout_logprobs
+        from cct.tensors import at_least_float32
+
+        return at_least_float32(rollout.logprobs.detach()) - rollout.rollout_logprobs
 
 
 @transports.register("vtrace")

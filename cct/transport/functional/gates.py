@@ -7,20 +7,25 @@ import math
 import torch
 from torch import Tensor
 
+from cct.tensors import operator
+
 from .masked import packed, relative
 
 
+@operator
 def sigmoid_gate(statistic: Tensor, mean: float, std: float, low: float, high: float, slope: float) -> Tensor:
     """g = low + (high - low) sigmoid(slope * (statistic - mean) / std), detached; in [low, high]."""
     z = (statistic.detach() - mean) / max(std, 1e-6)
     return low + (high - low) * torch.sigmoid(slope * z)
 
 
+@operator
 def geometric_mean(gate: Tensor, mask: Tensor) -> float:
     """exp of the mean log-gate over unmasked tokens; 1 where there are none."""
     return float((gate.clamp(min=1e-12).log().masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)).exp())
 
 
+@operator
 def match_mean_log(gate: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """Power of the gate whose mean logarithm over unmasked tokens is log(gamma): same mean decay as a fixed gamma.
 
@@ -30,6 +35,7 @@ def match_mean_log(gate: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return gate.clamp(min=1e-12) ** (math.log(gamma) / math.log(mean)) if mean < 1 else torch.full_like(gate, gamma)
 
 
+@operator
 def position_curve(mask: Tensor, start: float, end: float, shape: str, tokens: float) -> Tensor:
     """A curve from `start` to `end` over the unmasked tokens before each one, [B, T] float32.
 
@@ -40,6 +46,7 @@ def position_curve(mask: Tensor, start: float, end: float, shape: str, tokens: f
     return end + (start - end) * left
 
 
+@operator
 def shuffle_within(x: Tensor, mask: Tensor, seed: int) -> Tensor:
     """Permute each response's unmasked entries at random; each response keeps its product."""
     generator = torch.Generator().manual_seed(seed)
@@ -49,6 +56,7 @@ def shuffle_within(x: Tensor, mask: Tensor, seed: int) -> Tensor:
     return torch.where(mask, x.scatter(1, slots, x.gather(1, drawn)), x)
 
 
+@operator
 def position_profile(x: Tensor, mask: Tensor) -> Tensor:
     """Replace each entry by the batch's mean at its relative position, every response stretched to one length."""
     rank, count = relative(mask)
@@ -62,6 +70,7 @@ def position_profile(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, profile[((rank + 0.5) * longest / count.clamp(min=1)).long().clamp(0, longest - 1)], x)
 
 
+@operator
 def swap_between(x: Tensor, mask: Tensor) -> Tensor:
     """Each response takes the next response's entries, stretched to its own length (nearest neighbour).
 
@@ -78,6 +87,7 @@ def swap_between(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, together[source].gather(1, index.clamp(max=x.shape[1] - 1)), x)
 
 
+@operator
 def draw_marginal(x: Tensor, mask: Tensor, seed: int) -> Tensor:
     """Replace each unmasked entry by one drawn independently from all unmasked entries of the batch."""
     pool = x[mask]

@@ -9,7 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .masked import ROUNDING, relative
+from cct.tensors import operator
+
+from .masked import ROUNDING, masked_mean_std, relative, varies
 from .traces import token_returns
 
 Baseline = Literal["mean", "leave_one_out", "length_weighted"]
@@ -20,6 +22,7 @@ Single = Literal["zero", "raw"]
 
 
 @torch.no_grad()
+@operator
 def group_advantage(
     scores: Tensor,
     groups: Tensor,
@@ -48,7 +51,7 @@ def group_advantage(
     `calculate_baseline_and_std_per_prompt` (leave_one_out, others).
     Pitfall: frameworks differ in eps (1e-4 to 1e-9) and in what a group of one gets; both change numbers silently.
     """
-    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
+    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
     scores = scores.masked_fill(~valid, 0.0)
     index, per_group = _grouping(groups)
     count = per_group(valid.to(scores.dtype))
@@ -84,6 +87,29 @@ def group_advantage(
     return centred / (deviation + eps)
 
 
+@torch.no_grad()
+@operator
+def explained_variance_within(values: Tensor, returns: Tensor, mask: Tensor, groups: Tensor) -> float:
+    """`explained_variance` of what sets the responses of a group apart: returns and values, each minus its group's mean.
+
+    1 - Var((G - mean G) - (V - mean V)) / Var(G - mean G), means over the unmasked tokens of each group, variances over those
+    of all groups. values, returns: [B, T]. mask: bool [B, T]. groups: [B] int. Groups with fewer than two responses are left
+    out; 0 where the returns of no group vary. Values that know the prompt alone get 0, however good or bad they are.
+    """
+    index, per_group = _grouping(groups)
+    counted = mask & (per_group(mask.any(1).to(returns.dtype)) > 1)[index].unsqueeze(1)
+    tokens = per_group(counted.sum(1).to(returns.dtype)).clamp(min=1)
+
+    def centred(x: Tensor) -> Tensor:
+        return x - (per_group(x.masked_fill(~counted, 0.0).sum(1)) / tokens)[index].unsqueeze(1)
+
+    own = centred(returns)
+    spread = masked_mean_std(own, counted)[1]
+    if not varies(returns, counted, spread):
+        return 0.0
+    return float(1 - (masked_mean_std(own - centred(values), counted)[1] / spread) ** 2)
+
+
 def _grouping(groups: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Group number of each response, counted from 0, and the sum per group of a [B]."""
     index = torch.unique(groups, return_inverse=True)[1]
@@ -106,6 +132,7 @@ def _deviation(x: Tensor, valid: Tensor, ddof: int) -> Tensor:
 
 
 @torch.no_grad()
+@operator
 def informative_rescale(
     advantages: Tensor,
     scores: Tensor,
@@ -123,7 +150,7 @@ def informative_rescale(
     Source: GPG, Chu et al. 2025, arXiv 2504.02546 (by groups); verl `compute_gpg_outcome_advantage` (by nonzero scores).
     Pitfall: by nonzero scores the factor also grows where the policy merely fails, and is 1 for scores of -1 and 1.
     """
-    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
+    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
     advantages = advantages.masked_fill(~valid, 0.0)
     if by == "groups":
         index, per_group = _grouping(groups)
@@ -134,6 +161,7 @@ def informative_rescale(
 
 
 @torch.no_grad()
+@operator
 def pass_at_k_advantage(scores: Tensor, groups: Tensor, *, k: int, valid: Tensor | None = None) -> Tensor:
     """Advantage for the best of k, exact: the mean over all k-subsets of a group in which the response stands.
 
@@ -146,7 +174,7 @@ def pass_at_k_advantage(scores: Tensor, groups: Tensor, *, k: int, valid: Tensor
     Source: Chen et al. 2025, arXiv 2508.10751 (scores 0 and 1); subsets of any scores by the same counting.
     Pitfall: a group with more than n - k successes teaches nothing, so it stops short of what pass@1 needs.
     """
-    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
+    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
     result = torch.zeros_like(scores, dtype=torch.float64)
     for group in groups.unique():
         rows = (valid & (groups == group)).nonzero().squeeze(1)
@@ -174,6 +202,7 @@ def _choose(tops: range, take: int, n: int, k: int, *, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@operator
 def lead_advantage(
     scores: Tensor, groups: Tensor, *, std: bool = True, ddof: int = 1, eps: float = 1e-6, valid: Tensor | None = None
 ) -> Tensor:
@@ -185,7 +214,7 @@ def lead_advantage(
     Source: Tang et al. 2025, arXiv 2503.19595; verl `compute_grpo_passk_outcome_advantage`.
     Pitfall: with scores 0 and 1 only a group with exactly one success teaches anything, and nothing is ever negative.
     """
-    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid.bool()
+    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
     result = torch.zeros_like(scores)
     for group in groups.unique():
         rows = (valid & (groups == group)).nonzero().squeeze(1)
@@ -200,6 +229,7 @@ def lead_advantage(
 
 
 @torch.no_grad()
+@operator
 def greedy_advantage(rewards: Tensor, greedy_scores: Tensor, mask: Tensor, *, reward_to_go: bool = False) -> Tensor:
     """ReMax: a response's score, or each token's reward to go, minus the score of its prompt's greedy response.
 
@@ -216,6 +246,7 @@ def greedy_advantage(rewards: Tensor, greedy_scores: Tensor, mask: Tensor, *, re
 
 
 @torch.no_grad()
+@operator
 def entropy_weighted_advantage(
     scores: Tensor, groups: Tensor, entropy: Tensor, mask: Tensor, *, share: float, ddof: int = 0, eps: float = 1e-6
 ) -> Tensor:

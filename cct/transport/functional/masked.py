@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cct.tensors import operator
+
 # Numbers that differ by so many units in the last place of the largest are equal: sums taken in another order.
 ROUNDING = 8
 
@@ -16,6 +18,7 @@ EpsAt = Literal["std", "variance", "floor"]
 Unit = Literal["tokens", "responses"]
 
 
+@operator
 def masked_mean_std(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation (ddof 0) over unmasked positions; 0 and 0 where there are none."""
     count = mask.sum().clamp(min=1)
@@ -24,6 +27,7 @@ def masked_mean_std(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return mean, ((x - mean).masked_fill(~mask, 0.0).square().sum() / count).sqrt()
 
 
+@operator
 def varies(x: Tensor, mask: Tensor, std: Tensor) -> bool:
     """Whether unmasked entries differ by more than rounding."""
     largest = x.masked_fill(~mask, 0.0).abs().amax() if x.numel() else x.new_zeros(())
@@ -31,6 +35,7 @@ def varies(x: Tensor, mask: Tensor, std: Tensor) -> bool:
 
 
 @torch.no_grad()
+@operator
 def whiten(
     x: Tensor, mask: Tensor, *, eps: float = 1e-8, eps_at: EpsAt = "std", ddof: int = 0, unit: Unit = "tokens"
 ) -> Tensor:
@@ -60,6 +65,7 @@ def whiten(
     return (x - mean).masked_fill(~mask, 0.0) / scaled
 
 
+@operator
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns) over unmasked tokens; 0 where the returns do not vary."""
     spread = masked_mean_std(returns, mask)[1]
@@ -68,16 +74,19 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return float(1 - (masked_mean_std(returns - values, mask)[1] / spread) ** 2)
 
 
+@operator
 def relative(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Rank of each unmasked token within its response [B, T], and the number of tokens [B, 1]."""
     return mask.long().cumsum(1) - 1, mask.sum(1, keepdim=True)
 
 
+@operator
 def packed(x: Tensor, mask: Tensor) -> Tensor:
     """Unmasked entries first, in their order; what follows them is arbitrary."""
     return x.gather(1, (~mask).long().sort(dim=1, stable=True).indices)
 
 
+@operator
 def next_step(mask: Tensor) -> Tensor:
     """Index of the next unmasked position after t, [B, T]; T where there is none."""
     length = mask.shape[1]
@@ -86,6 +95,7 @@ def next_step(mask: Tensor) -> Tensor:
     return torch.nn.functional.pad(later, (0, 1), value=length)[:, 1:]
 
 
+@operator
 def previous_step(x: Tensor, mask: Tensor, first: float) -> Tensor:
     """x [B, T] at the last unmasked position strictly before t; `first` where there is none."""
     position = torch.arange(mask.shape[1], device=mask.device)
@@ -94,6 +104,7 @@ def previous_step(x: Tensor, mask: Tensor, first: float) -> Tensor:
     return torch.where(before >= 0, x.gather(1, before.clamp(min=0)), torch.full_like(x, first))
 
 
+@operator
 def largest_share(x: Tensor, mask: Tensor, share: float) -> Tensor:
     """The ceil(share * n) largest of each response's n unmasked entries, [B, T] bool; of equal ones the earlier."""
     order = x.masked_fill(~mask, -math.inf).sort(dim=1, descending=True, stable=True).indices
@@ -101,12 +112,8 @@ def largest_share(x: Tensor, mask: Tensor, share: float) -> Tensor:
     return mask & (rank < (share * mask.sum(1, keepdim=True) - 1e-6).ceil())
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    """In eight bits a sum over a response loses its digits, and then its deviation falls below what counts as any."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
 @torch.no_grad()
+@operator
 def high_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
     """bool [B, T], the unmasked tokens whose entropy is at or above the (1 - fraction) quantile of the batch.
 

@@ -7,21 +7,26 @@ import math
 import torch
 from torch import Tensor
 
+from cct.tensors import operator
+
 from .groups import Scale, group_advantage
 from .masked import next_step, previous_step
 from .traces import Steps, scan
 
 
+@operator
 def turn_starts(mask: Tensor) -> Tensor:
     """First tokens of turns, [B, T] bool: a turn is a run of unmasked tokens, set apart by masked ones (a tool's output)."""
     return mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
 
 
+@operator
 def turn_ends(mask: Tensor) -> Tensor:
     """Last tokens of turns, [B, T] bool."""
     return mask & ~torch.nn.functional.pad(mask, (0, 1))[:, 1:]
 
 
+@operator
 def from_start(x: Tensor, starts: Tensor) -> Tensor:
     """x [B, T] at the last start at or before t: what belongs to a turn or segment, given to each of its tokens."""
     position = torch.arange(x.shape[1], device=x.device)
@@ -29,6 +34,7 @@ def from_start(x: Tensor, starts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@operator
 def bi_level_gae(
     rewards: Tensor,
     values: Tensor,
@@ -72,6 +78,7 @@ def bi_level_gae(
 
 
 @torch.no_grad()
+@operator
 def gigpo_advantage(
     rewards: Tensor,
     mask: Tensor,
@@ -90,7 +97,6 @@ def gigpo_advantage(
     gamma per turn; each turn counts once. A response alone in its group, or a turn alone in its state, adds 0.
     Source: GiGPO, Feng et al. 2025.
     """
-    mask = mask.bool()
     scale: Scale = "group" if std else "none"
     rewards = rewards.masked_fill(~mask, 0.0)
     starts = turn_starts(mask)
@@ -104,11 +110,13 @@ def gigpo_advantage(
     return (of_response.unsqueeze(1) + weight * from_start(of_turns, starts)).masked_fill(~mask, 0.0)
 
 
+@operator
 def improbable(logprobs: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Unmasked tokens sampled with probability below `threshold`, [B, T] bool."""
     return mask & (logprobs.masked_fill(~mask, 0.0) < math.log(threshold))
 
 
+@operator
 def starts_at_cuts(logprobs: Tensor, mask: Tensor, threshold: float, cuts: int) -> Tensor:
     """Segment starts: the first token, and every `cuts`-th of the tokens sampled with probability below `threshold`."""
     cut = improbable(logprobs, mask, threshold)
@@ -116,6 +124,7 @@ def starts_at_cuts(logprobs: Tensor, mask: Tensor, threshold: float, cuts: int) 
     return _with_first(cut & (number > 1) & ((number - 1) % cuts == 0), mask)
 
 
+@operator
 def starts_after(ends: Tensor, mask: Tensor) -> Tensor:
     """Segment starts: the first unmasked token, and each that follows one marked in `ends` [B, T] bool."""
     before = previous_step((ends & mask).float(), mask, first=0.0)
@@ -127,6 +136,7 @@ def _with_first(starts: Tensor, mask: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@operator
 def segment_advantage(
     rewards: Tensor, values: Tensor, mask: Tensor, starts: Tensor, *, bootstrap: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -137,10 +147,9 @@ def segment_advantage(
     on, both 0 where masked. With every token a start it is the TD(0) error; with one segment the return minus V.
     Sources: VinePPO, Kazemnejad et al. 2024; SPO, Guo et al. 2025.
     """
-    mask = mask.bool()
-    starts = _with_first(starts.bool() & mask, mask)
+    starts = _with_first(starts & mask, mask)
     values = torch.where(starts, values, 0.0)  # a value between starts is never read, nor what stands there
     s = Steps.of(rewards, values, mask, bootstrap, "carry")
-    ends = (s.next_of(starts.to(s.values.dtype), torch.ones_like(s.values[:, :1]).squeeze(1)) > 0) & mask
+    ends = (s.next_of(starts.to(s.values.dtype), s.values.new_ones(len(mask))) > 0) & mask
     gained = s.trace(s.rewards + s.next_values.masked_fill(~ends, 0.0), (~ends).to(s.values.dtype)) - s.values
     return s.only(from_start(gained, starts)), starts.long().cumsum(1).masked_fill(~mask, 0)

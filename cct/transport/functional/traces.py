@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cct.tensors import as_mask, operator
+
 from .masked import relative
 
 Gap = Literal["carry", "decay", "cut"]
@@ -22,6 +24,7 @@ CHUNK = 2**18
 
 
 @torch.no_grad()
+@operator
 def scan(a: Tensor, b: Tensor, end: Tensor | None = None) -> Tensor:
     """Solve A_t = a_t + b_t * A_{t+1} along the last dimension. Every trace here is one.
 
@@ -66,6 +69,7 @@ def _last(a: Tensor, b: Tensor, end: Tensor | None, result: Tensor) -> None:
 
 
 @torch.no_grad()
+@operator
 def gated_gae(
     rewards: Tensor,
     values: Tensor,
@@ -154,7 +158,7 @@ class Steps:
     def of(cls, rewards: Tensor, values: Tensor, mask: Tensor, bootstrap: Tensor | None, gap: Gap) -> Steps:
         """Raises ValueError on shapes that disagree."""
         _check(rewards, values, mask, bootstrap, gap)
-        mask, dtype = mask.bool(), _precision(rewards, values)
+        mask, dtype = as_mask(mask), _precision(rewards, values)
         unmasked = steps = _as_bits(mask, dtype)
         rewards, values = (_only(x.to(dtype), unmasked) for x in (rewards, values))
         after = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(dtype)
@@ -219,6 +223,7 @@ def _shifted(x: Tensor, end: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@operator
 def vtrace(
     rewards: Tensor,
     values: Tensor,
@@ -251,6 +256,7 @@ def vtrace(
 
 
 @torch.no_grad()
+@operator
 def retrace(
     rewards: Tensor,
     values: Tensor,
@@ -280,6 +286,7 @@ def retrace(
 
 
 @torch.no_grad()
+@operator
 def token_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, gap: Gap = "carry") -> Tensor:
     """Discounted reward to go, G_t = r_t + gamma G_{t+1}, [B, T]; 0 where masked. `gap` as in `gated_gae`.
 
@@ -289,6 +296,7 @@ def token_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, gap: Gap
 
 
 @torch.no_grad()
+@operator
 def trace_weights(mask: Tensor, decay: float, kind: Literal["recent", "both", "outcome"]) -> Tensor:
     """What an eligibility trace makes of an outcome of 1 given at every token, or at the last one; float64 [B, T].
 
@@ -317,6 +325,7 @@ def trace_weights(mask: Tensor, decay: float, kind: Literal["recent", "both", "o
 
 
 @torch.no_grad()
+@operator
 def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
     """lam = 1 - 1 / (alpha * length) per response, [B, T]; 0 where alpha * length is below 1.
 
@@ -328,6 +337,7 @@ def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
 
 
 @torch.no_grad()
+@operator
 def redistribute(rewards: Tensor, weights: Tensor, mask: Tensor, beta: float) -> Tensor:
     """(1 - beta) r_t + beta w_t sum_t r_t, with the weights of each response's unmasked tokens divided by their sum.
 
