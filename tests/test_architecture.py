@@ -15,6 +15,7 @@ LAYERS = [
     AXES,
     ("recipe",),
     ("loading",),
+    ("audit",),
     ("preflight",),
     ("training", "explain", "scaffold", "catalogue"),
     ("study", "plan", "conformance", "replay", "fidelity"),

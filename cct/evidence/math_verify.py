@@ -69,14 +69,17 @@ class MathVerify(Evidence):
         optional("math_verify", "math")
 
     def unreadable(self, prompt: Prompt) -> str | None:
-        if _PLAIN_NUMBER.fullmatch(prompt.answer.strip()) or any(not isinstance(x, str) for x in _gold(prompt.answer)):
+        answer = prompt.answer.strip()
+        if _PLAIN_NUMBER.fullmatch(answer) or any(not isinstance(x, str) for x in _gold(prompt.answer)):
+            return None
+        if "\\" not in answer and any(char.isalpha() for char in answer):  # a word of whatever language, compared as it is
             return None
         return f"the gold answer {prompt.answer!r} cannot be read as mathematics"
 
     def __call__(self, prompt: Prompt, response: Response) -> float:
+        if reason := self.unreadable(prompt):
+            raise ValueError(reason)
         gold = _gold(prompt.answer)
-        if not gold:
-            raise ValueError(f"the gold answer {prompt.answer!r} cannot be read as mathematics")
         found = boxes(response.text)
         if not found:
             return 0.0 if self.require == "box" else float(_equal(gold, _parsed(response.text)))
