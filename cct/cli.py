@@ -145,6 +145,11 @@ def _parser() -> argparse.ArgumentParser:
 
     check = add("check", _check, "validate recipes without loading a model")
     check.add_argument("recipe", nargs="+")
+    check.add_argument(
+        "--deep",
+        action="store_true",
+        help="also find prompts that are too long or twice, and unreadable gold answers",
+    )
     add_set(check)
 
     explain = add("explain", _explain, "print a recipe resolved: each part's source, needs and providers, parameter counts")
@@ -297,10 +302,10 @@ def _checked(path: str, overrides: list[str], *, demonstrations: bool = False):
 
     recipe = load_recipe(path, overrides)
     try:
-        preflight(recipe, demonstrations=demonstrations)
+        warnings = preflight(recipe, demonstrations=demonstrations)
     except RecipeError as error:
         raise RecipeError(*(f"{path}: {problem}" for problem in error.problems)) from None
-    for doubt in recipe.doubts:
+    for doubt in [*recipe.doubts, *warnings]:
         say(f"warning: {path}: {doubt}", file=sys.stderr)
     return recipe
 
@@ -312,12 +317,30 @@ def _check(arguments: argparse.Namespace) -> int:
     for path in arguments.recipe:
         try:
             recipe = _checked(path, arguments.set)
+            if arguments.deep:
+                _look_deep(path, recipe)
             say(f"{path}: ok ({recipe.name}: {recipe.transport.use}, critic {recipe.critic.use if recipe.critic else 'none'})")
         except RecipeError as error:
             problems += error.problems
     if problems:
         raise RecipeError(*problems)
     return 0
+
+
+def _look_deep(path: str, recipe) -> None:
+    from cct.audit import audit
+    from cct.recipe import RecipeError
+
+    try:
+        found = audit(recipe)
+    except (ValueError, OSError) as error:
+        raise RecipeError(f"{path}: {error}") from None
+    for line in found.lines:
+        print(f"{path}: {line}")
+    for warning in found.warnings:
+        print(f"warning: {path}: {warning}", file=sys.stderr)
+    if found.problems:
+        raise RecipeError(*(f"{path}: {problem}" for problem in found.problems))
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cct.audit import LOOK_AHEAD
 from cct.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
@@ -248,7 +249,8 @@ class Problems:
     def _read(self) -> tuple[Sequence[Prompt], Sequence[Prompt], str]:
         task = self.recipe.task
         try:
-            return task.prompts(self.recipe.seed, 0, self.recipe.training.prompts_per_iteration), task.held_out(), ""
+            count = min(self.recipe.training.prompts_per_iteration, LOOK_AHEAD)
+            return task.prompts(self.recipe.seed, 0, count), task.held_out(), ""
         except (OSError, ValueError) as error:
             return [], [], str(error).splitlines()[0]
 
@@ -283,7 +285,7 @@ def _prompt_tokens(recipe: Recipe, problems: Problems, notes: list[str]) -> int:
     prompts = [*problems.training, *problems.held_out]
     try:
         tokenizer = recipe.policy.tokenizer(alphabet=problems.alphabet)
-        return max(len(recipe.policy.encode(tokenizer, prompt.text)) for prompt in prompts)
+        return max(len(recipe.policy.encode(tokenizer, prompt.written)) for prompt in prompts)
     except (OSError, ValueError):
         notes.append(f"no tokenizer is at hand: {CHARACTERS_PER_TOKEN} characters a token assumed, and no chat template")
         return max(len(prompt.text) for prompt in prompts) // CHARACTERS_PER_TOKEN + 1

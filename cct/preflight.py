@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from cct.audit import LOOK_AHEAD, drawn, golds, named
 from cct.policy import WARM_START_SEED, Shape
 from cct.recipe import Recipe, RecipeError
 from cct.registry import install, told
-from cct.task import Task
+from cct.task import Task, same
 from cct.transport import Gate, Transport
 
+CHECKED, CHECKED_BEFORE_RUN = 4096, 65_536  # prompts of an endless stream that are compared with evaluation problems
+QUICK = 200  # prompts whose gold answers `cct check` reads; a run, and `cct check --deep`, read all
 
-def preflight(recipe: Recipe, *, demonstrations: bool = True) -> None:
-    """Raises RecipeError with every part that cannot work here, or with evaluation problems that the run would train on.
 
-    demonstrations: whether those of a warm start, which are many, are looked at as well.
+def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
+    """Look at a recipe's parts and data before a run. Returns warnings, each with its place.
+
+    demonstrations: before a run, when all of it is looked at, those of a warm start included; else what takes a moment.
+    Raises RecipeError with every part that cannot work here, with prompts that the policy cannot take, gold answers by which
+    the run would fail, or evaluation problems that it would train on.
     """
     problems = unready(recipe)
     for place, part in recipe.parts.items():
@@ -29,8 +35,28 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> None:
         shape = recipe.policy.shape
         problems = unfit(recipe, shape) if shape is not None else []
     problems = problems or _overlaps(recipe, demonstrations)
+    warnings: list[str] = []
+    if not problems:
+        problems, warnings = _data(recipe, None if demonstrations else QUICK)
     if problems:
         raise RecipeError(*problems)
+    return warnings
+
+
+def _data(recipe: Recipe, bound: int | None) -> tuple[list[str], list[str]]:
+    """Problems and warnings of the prompts, the first `bound` of those trained on and of those held out."""
+    prompts = [*drawn(recipe, bound or LOOK_AHEAD)[:bound], *recipe.task.held_out()[:bound]]
+    talk = next((prompt for prompt in prompts if prompt.messages), None)
+    if talk is not None and not recipe.policy.takes_messages:
+        return [
+            f"task: {named(talk)} is a list of messages, and policy '{recipe.policy.use}' has no chat template to write it by; "
+            "take a chat model and leave policy.chat at auto, or make a text of the row with task.template"
+        ], []
+    try:
+        found = list(golds(recipe, prompts))
+    except Exception as error:  # a part may be the user's own
+        return [f"evidence: {said(error)}"], []
+    return [text for fails, text in found if fails], [text for fails, text in found if not fails]
 
 
 def unready(recipe: Recipe) -> list[str]:
@@ -64,34 +90,40 @@ def unfit(recipe: Recipe, shape: Shape) -> list[str]:
                     statistic.fits(shape.layers, shape.heads)
             except ValueError as error:
                 problems.append(f"{place}: {error}")
-    room = recipe.generation.max_new_tokens
-    if shape.positions is not None and room >= shape.positions:
+    room, limit = recipe.generation.max_new_tokens, recipe.generation.limit(shape.positions)
+    if limit is not None and room >= limit[0]:
+        its_own = limit[0] == shape.positions and "max_length" in type(recipe.policy).model_fields
         problems.append(
-            f"generation.max_new_tokens: {room}, and the model has {shape.positions} positions for a prompt and its response"
-            + ("; raise policy.max_length, or lower it" if "max_length" in type(recipe.policy).model_fields else "; lower it")
+            f"generation.max_new_tokens: {room}, and a prompt and its response have {limit[1]}"
+            + ("; raise policy.max_length, or lower it" if its_own else "; lower it")
         )
     return problems
 
 
 def trained_on(recipe: Recipe, demonstrations: bool = True) -> set[str]:
-    """The text of every prompt that the run will draw, the warm start's demonstrations included or not."""
-    training, warm_start = recipe.training, recipe.policy.warm_start
-    texts = {prompt.text for prompt in recipe.prompts(1 - training.critic_warmup, training.iterations)}
+    """The text of prompts that the run draws, the warm start's demonstrations included or not.
+
+    Of a list of problems all that come up; of an endless stream, and of demonstrations, the first ones: at most CHECKED, or
+    CHECKED_BEFORE_RUN of each with demonstrations. So it takes as long for ten iterations as for a billion.
+    """
+    warm_start, bound = recipe.policy.warm_start, CHECKED_BEFORE_RUN if demonstrations else CHECKED
+    texts = {prompt.text for prompt in drawn(recipe, bound)}
     if warm_start is not None and demonstrations:
-        count = warm_start.steps * warm_start.batch_size
+        count = min(warm_start.steps * warm_start.batch_size, bound)
         texts |= {text for text, _ in recipe.task.demonstrations(recipe.seed + WARM_START_SEED, 0, count)}
     return texts
 
 
 def _overlaps(recipe: Recipe, demonstrations: bool) -> list[str]:
-    trained = trained_on(recipe, demonstrations)
+    trained = {same(text): text for text in trained_on(recipe, demonstrations)}
     sets = {"task": recipe.task} | {f"evaluation.frozen.{name}": task for name, task in recipe.evaluation.frozen.items()}
     problems = []
     for place, task in sets.items():
-        shared = trained & {prompt.text for prompt in task.held_out()}
+        shared = trained.keys() & {same(prompt.text) for prompt in task.held_out()}
         if shared:
             problems.append(
-                f"{place}: {len(shared)} evaluation problems of '{task.use}' would be trained on, e.g. {min(shared)!r}; "
+                f"{place}: {len(shared)} evaluation problems of '{task.use}' would be trained on, "
+                f"e.g. {trained[min(shared)]!r}; "
                 "take them out of the training problems, or evaluate on others"
             )
     return problems

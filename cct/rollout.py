@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+# One turn of a conversation: its role and its content.
+Message = dict[str, str]
+
 # Whose ratio of trainer to engine counts at a token: its own, that of the tokens after it.
 Reach = frozenset[Literal["own", "later"]]
 
@@ -33,8 +36,18 @@ class Prompt:
     """A question, and what is needed to judge an answer."""
 
     text: str
+    """The question; of messages those after the system's, each behind its role where there are several."""
     answer: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[Message, ...] = ()
+    """What goes through the chat template in place of the text, where the task has messages: {role, content} each."""
+    place: str = field(default="", compare=False)
+    """Where it was read, such as `train.jsonl:17`; empty where it was made."""
+
+    @property
+    def written(self) -> str | tuple[Message, ...]:
+        """What the policy encodes: the messages where there are some, else the text."""
+        return self.messages or self.text
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ LAYERS = [
     AXES,
     ("recipe",),
     ("loading",),
+    ("audit",),
     ("preflight",),
     ("training", "explain", "scaffold", "catalogue"),
     ("study", "plan", "conformance", "replay", "fidelity"),

@@ -345,7 +345,7 @@ def test_any_number_is_a_verdict(verdict, numbers):
     assert plain(verdict) == numbers and type(plain(verdict)) is type(numbers)
 
 
-@pytest.mark.parametrize("verdict", [None, "good", "0.5", b"1", float("nan"), float("inf"), {"score": 1}, [None], 1j, [[1.0]]])
+@pytest.mark.parametrize("verdict", ["good", "0.5", b"1", float("nan"), float("inf"), {"score": 1}, [None], 1j, [[1.0]]])
 def test_what_is_no_number_is_said_in_its_own_words(verdict, tmp_path):
     with pytest.raises(ValueError, match="^score returned .*; expected a finite number, or one for each token$"):
         plain(verdict, "score")

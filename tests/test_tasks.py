@@ -183,7 +183,7 @@ def test_a_line_ends_at_a_newline_only(tmp_path):
 
 def test_the_held_out_limit_keeps_the_first(tmp_path):
     task = jsonl(
-        tmp_path, [{"prompt": "a", "answer": "b"}], [{"prompt": f"h{i}", "answer": ""} for i in range(5)], held_out_limit=2
+        tmp_path, [{"prompt": "a", "answer": "b"}], [{"prompt": f"h{i}", "answer": "0"} for i in range(5)], held_out_limit=2
     )
     assert [prompt.text for prompt in task.held_out()] == ["h0", "h1"]
 
@@ -231,7 +231,7 @@ def test_bad_data_says_where_and_what(tmp_path, rows, knobs, says):
 
 
 def test_an_overlap_past_the_held_out_limit_is_none(tmp_path):
-    task = jsonl(tmp_path, [GOOD], [{"prompt": "h", "answer": ""}, GOOD], held_out_limit=1)
+    task = jsonl(tmp_path, [GOOD], [{"prompt": "h", "answer": "0"}, GOOD], held_out_limit=1)
     assert len(task.held_out()) == 1
 
 

@@ -41,6 +41,8 @@ def verdict_of(evidence: Evidence, prompt: Prompt, response: Response) -> float:
     """The total that it gives. Raises Broken where it is neither a finite number nor one for each token."""
     try:
         verdict = evidence(prompt, response)
+        if verdict is None:  # it abstains
+            return 0.0
         rewards = [float(verdict)] if isinstance(verdict, int | float) else [float(x) for x in verdict]
     except Exception as error:
         raise Broken(f"it raised {type(error).__name__}: {error}, judging {response.text!r}") from error
@@ -88,6 +90,7 @@ def batch(evidence: Evidence, case: Texts) -> None:
     if len(together) != len(alone):
         raise Broken(f"judge_batch gave {len(together)} verdicts on {len(alone)} responses")
     for response, one, other in zip(responses, alone, together, strict=True):
+        other = 0.0 if other is None else other
         total = math.nan if isinstance(other, Failure) else other if isinstance(other, int | float) else math.fsum(other)
         if not math.isclose(one, total, rel_tol=1e-4, abs_tol=1e-5):
             raise Broken(f"in a batch {response.text!r} gets {other}, alone {one:g}")

@@ -20,8 +20,8 @@ TEXT = str | bytes | bytearray
 # A number of evidence is no larger: its square, summed over a batch, has to stay within float32, weights included.
 LARGEST = 1e12
 
-# A score, counted at the last emitted token, or one reward per emitted token.
-Verdict = float | Sequence[float]
+# A score, counted at the last emitted token, or one reward per emitted token; None where the evidence does not apply.
+Verdict = float | Sequence[float] | None
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,13 @@ class Failure:
         return cls(told(error), cause=error)
 
 
-def plain(verdict: Any, giver: str = "it") -> float | list[float]:
+def plain(verdict: Any, giver: str = "it") -> float | list[float] | None:
     """A verdict in plain numbers; one of numpy's or a tensor without dimensions is a number too. giver: for the message.
 
-    Raises ValueError where it is neither a finite number nor several, of at most `LARGEST` in size.
+    Raises ValueError where it is neither a finite number nor several, of at most `LARGEST` in size, nor None.
     """
+    if verdict is None:
+        return None
     try:
         several = (isinstance(verdict, Sequence) and not isinstance(verdict, TEXT)) or len(getattr(verdict, "shape", ())) > 0
         found = [_number(x) for x in verdict] if several else [_number(verdict)]
@@ -94,8 +96,22 @@ class Evidence(Component):
         return self
 
     def __call__(self, prompt: Prompt, response: Response) -> Verdict:
-        """A score, counted at the last emitted token, or a sequence of len(response.tokens) rewards."""
+        """A score, counted at the last emitted token, or a sequence of len(response.tokens) rewards.
+
+        None where it does not apply to the response: it is left out of the sum then. A response without tokens is not judged.
+        """
         raise NotImplementedError
+
+    def at(self, iteration: int) -> Evidence:
+        """This evidence as it judges in an iteration of the run; the same in all of them, unless it says otherwise.
+
+        1, 2, ...; 0 and below in the critic's warm-up. In an evaluation it is the last iteration before it.
+        """
+        return self
+
+    def unreadable(self, prompt: Prompt) -> str | None:
+        """Why judging any response to this prompt would raise; None where it would not. Asked of all prompts before a run."""
+        return None
 
     def judge_batch(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Verdict | Failure]:
         """A verdict or a failure for each response; judges one by one unless it can do better."""

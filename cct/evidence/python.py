@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from cct.registry import did_you_mean, run_file
 from cct.rollout import Prompt, Response
@@ -17,12 +18,13 @@ from .base import Evidence, Verdict, evidences, plain
 
 @evidences.register("python")
 class PythonFunction(Evidence):
-    """What a function of your own, f(prompt, response), returns: a score, or one reward per emitted token."""
+    """What a function of your own, f(prompt, response), returns: a score, one reward per emitted token, or None to abstain."""
 
     path: Path
     """Python file, relative to the recipe that names it."""
     function: str = Field("score", min_length=1)
-    """Its name there. It gets a cct.rollout.Prompt and a cct.rollout.Response."""
+    """Its name there. It gets a cct.rollout.Prompt and a cct.rollout.Response, and the iteration where it has a parameter of
+    that name."""
     low: float = Field(0.0, ge=-1e6, le=1e6)
     """Least total it gives a response."""
     high: float = Field(1.0, ge=-1e6, le=1e6)
@@ -32,6 +34,8 @@ class PythonFunction(Evidence):
     time_limit: float | None = Field(10.0, gt=0, le=86400)
     """Seconds for one response, after which its worker is ended and replaced; null for no limit."""
 
+    _iteration: int = PrivateAttr(0)
+
     @model_validator(mode="after")
     def _bounded(self) -> PythonFunction:
         if self.low >= self.high:
@@ -39,7 +43,7 @@ class PythonFunction(Evidence):
         return self
 
     @cached_property
-    def _function(self) -> Callable[[Prompt, Response], Verdict]:
+    def _function(self) -> Callable[..., Verdict]:
         path = self.path.resolve()
         if not path.is_file():
             raise ValueError(f"{path} does not exist" if not path.exists() else f"{path} is no file")
@@ -49,11 +53,33 @@ class PythonFunction(Evidence):
             raise ValueError(f"{path}: {did_you_mean('function', self.function, own)}")
         return functions[self.function]
 
+    @cached_property
+    def _wants_iteration(self) -> bool:
+        try:
+            parameters = inspect.signature(self._function).parameters.values()
+        except ValueError:  # of a function written in C
+            return False
+        return any(p.name == "iteration" or p.kind is p.VAR_KEYWORD for p in parameters)
+
     def ready(self) -> None:
         _ = self._function
 
+    def at(self, iteration: int) -> PythonFunction:
+        if not self._wants_iteration:
+            return self
+        bound = self.model_copy()
+        bound._iteration = iteration
+        return bound
+
     def __call__(self, prompt: Prompt, response: Response) -> Verdict:
-        numbers = plain(self._function(prompt, response), self.function)
+        now = {"iteration": self._iteration} if self._wants_iteration else {}
+        numbers = plain(self._function(prompt, response, **now), self.function)
+        if numbers is None and not self.low <= 0 <= self.high:
+            raise ValueError(
+                f"{self.function} abstained, which counts 0, outside [{self.low:g}, {self.high:g}]; set low and high"
+            )
+        if numbers is None:
+            return None
         total = math.fsum(numbers) if isinstance(numbers, list) else numbers
         slack = 1e-6 * max(1.0, abs(self.low), abs(self.high))
         if not self.low - slack <= total <= self.high + slack:

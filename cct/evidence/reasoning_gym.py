@@ -26,9 +26,13 @@ class ReasoningGymScore(Evidence):
     def ready(self) -> None:
         optional("reasoning_gym", "reasoning-gym")
 
+    def unreadable(self, prompt: Prompt) -> str | None:
+        known = {"dataset", "config", "entry"} <= prompt.meta.keys()
+        return None if known else "it scores problems of the task reasoning_gym only; this prompt is none"
+
     def __call__(self, prompt: Prompt, response: Response) -> float:
-        if not {"dataset", "config", "entry"} <= prompt.meta.keys():
-            raise ValueError("it scores problems of the task reasoning_gym only; this prompt is none")
+        if reason := self.unreadable(prompt):
+            raise ValueError(reason)
         answer = response.text.strip() if self.pattern is None else last_match(self.pattern, response.text)
         scorer = _scorer(prompt.meta["dataset"], json.dumps(prompt.meta["config"]))
         score = float(scorer(answer, prompt.meta["entry"])) if answer is not None else 0.0

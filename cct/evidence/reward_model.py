@@ -78,12 +78,13 @@ class RewardModel(Evidence):
         import torch
 
         tokenizer, model = self._loaded
-        pairs = [(prompt.text, response.text) for prompt, response in zip(prompts, responses, strict=True)]
+        pairs = list(zip(prompts, responses, strict=True))
         if self.join == "chat":
-            turns = [[{"role": "user", "content": p}, {"role": "assistant", "content": r}] for p, r in pairs]
+            asked = [prompt.messages or ({"role": "user", "content": prompt.text},) for prompt in prompts]
+            turns = [[*p, {"role": "assistant", "content": r.text}] for p, (_, r) in zip(asked, pairs, strict=True)]
             texts = [tokenizer.apply_chat_template(turn, tokenize=False) for turn in turns]
         else:
-            texts = [prompt + response for prompt, response in pairs]
+            texts = [prompt.text + response.text for prompt, response in pairs]
         inputs = tokenizer(
             texts,
             padding=True,

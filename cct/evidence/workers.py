@@ -26,18 +26,21 @@ _POOLS: dict[str, ProcessPool] = {}
 _PART: Evidence | Failure | None = None  # in a worker: what it judges by, or why it has nothing
 
 
-def verdicts(part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Response]) -> Generator[Verdict | Failure]:
-    """A verdict or a failure for each response, from the part's workers where it has some.
+def verdicts(
+    part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Response], iteration: int = 0
+) -> Generator[Verdict | Failure]:
+    """A verdict or a failure for each response, from the part's workers where it has some. iteration: see `Evidence.at`.
 
     One at a time: who has seen enough closes it, and the rest is not judged.
     """
     if not part.workers:
+        part = part.at(iteration)
         one_by_one = type(part).judge_batch is Evidence.judge_batch
         yield from map(part.attempt, prompts, responses) if one_by_one else part.judge_batch(prompts, responses)
         return
     pool = _pool(part)
     futures = [
-        pool.schedule(_judge, args=(prompt, response), timeout=part.time_limit)
+        pool.schedule(_judge, args=(prompt, response, iteration), timeout=part.time_limit)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     try:
@@ -81,13 +84,13 @@ def _prepare(source: str, knobs: dict[str, Any], use: str) -> None:
         _PART = Failure(Failure.of(error).reason)
 
 
-def _judge(prompt: Prompt, response: Response) -> Any:
+def _judge(prompt: Prompt, response: Response, iteration: int) -> Any:
     """In a worker. Nothing but plain numbers and text goes back, since not every exception can be sent."""
     assert _PART is not None
     if isinstance(_PART, Failure):
         return _PART
     try:
-        return plain(_PART(prompt, response))
+        return plain(_PART.at(iteration)(prompt, response))
     except (Exception, SystemExit) as error:
         return Failure(Failure.of(error).reason)
 

@@ -10,7 +10,11 @@ from pydantic import Field
 from cct.registry import Component, Knobs, Registry, install
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from cct.rollout import Message
 
 
 # Added to the recipe's seed for the stream of demonstrations, so that they are not the training prompts over again.
@@ -96,8 +100,23 @@ class Policy(Component):
         """The tokenizer, without loading weights."""
         raise NotImplementedError
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """Token ids of a prompt, as the model is to see it."""
+    @property
+    def takes_messages(self) -> bool:
+        """Whether a prompt may be a list of messages."""
+        return False
+
+    @property
+    def opened(self) -> str:
+        """What the end of every prompt has opened of the response; evidence sees it as the response's beginning."""
+        return ""
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message]) -> list[int]:
+        """Token ids of a prompt, a text or messages, as the model is to see it. Raises ValueError where it takes none."""
+        if not isinstance(text, str):
+            raise ValueError(
+                f"policy '{self.use}': the prompt is a list of messages, and there is no chat template to write it by; take a "
+                "chat model and leave `chat` at auto, or make a text of the row with task.template"
+            )
         return tokenizer(text)["input_ids"]
 
 

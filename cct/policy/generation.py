@@ -28,6 +28,9 @@ class Generation(Component):
     """Sample from so many of the likeliest tokens; 0 for all of them, anything else needs `geometry.correction`."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, as its end token does; they stay part of it."""
+    overlong: Literal["fail", "drop"] = "fail"
+    """Prompts that leave no room for `max_new_tokens` in the model's positions or the engine's `max_length`: fail refuses them
+    before the run; drop leaves them out, another one taking the place in training. Both say how many."""
     batch_size: int = Field(256, ge=1)
     """Sequences decoded at once."""
 
@@ -35,6 +38,10 @@ class Generation(Component):
     def provides(self) -> frozenset[str]:
         """`greedy`: the greedy response to each prompt of a round, where a part needs it."""
         return frozenset({"greedy"})
+
+    def limit(self, positions: int | None) -> tuple[int, str] | None:
+        """Tokens of a prompt with its response at most, and whose limit it is; None for no limit. positions: the model's."""
+        return None if positions is None else (positions, f"the {positions} positions of the model")
 
     @property
     def truncates(self) -> bool:
@@ -86,6 +93,11 @@ class VLLM(Generation):
     probe_tolerance: float | None = Field(None, gt=0)
     """Greatest mean difference of log-probabilities between trainer and engine after a renewal, in nats; null is 1e-4 for a
     float32 engine, 0.05 for a bfloat16 one."""
+
+    def limit(self, positions: int | None) -> tuple[int, str] | None:
+        if self.max_length is None or (positions is not None and positions <= self.max_length):
+            return super().limit(positions)
+        return self.max_length, f"generation.max_length ({self.max_length})"
 
     @property
     def processes_per_engine(self) -> int:

@@ -14,7 +14,11 @@ from cct.registry import install
 from .base import Policy, Shape, policies
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from cct.rollout import Message
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 PACKAGE = "package:"
@@ -125,9 +129,12 @@ class Pretrained(Policy):
     chat: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the tokenizer's chat template: auto where it has one, always is an error where not."""
     system: str | None = None
-    """System message before every prompt, through the chat template."""
+    """System message before every prompt that brings none, through the chat template."""
     chat_options: dict[str, bool | int | float | str] = {}
     """Further variables of the chat template, for example {enable_thinking: false}."""
+    response_prefix: str = ""
+    """Text at the end of every prompt that is the beginning of the response, for example "<think>\\n" where the chat template
+    opens it: evidence sees it in front of what was sampled. A prompt that does not end in it is an error."""
 
     @model_validator(mode="after")
     def _fits(self) -> Pretrained:
@@ -222,19 +229,41 @@ class Pretrained(Policy):
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_tokens(model, tokenizer)[0])
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token  # masks, not ids, say what padding is
-        self.encode(tokenizer, "?")  # a template that takes no system message says so now
+        self._written(tokenizer, "?")  # a template that takes no system message says so now
         return tappable(model), tokenizer
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    @property
+    def takes_messages(self) -> bool:
+        return self.chat != "never"
+
+    @property
+    def opened(self) -> str:
+        return self.response_prefix
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message]) -> list[int]:
+        written = self._written(tokenizer, text)
+        if written is None:
+            ids, written = super().encode(tokenizer, text), str(text)
+        else:
+            ids = tokenizer(written, add_special_tokens=False)["input_ids"]  # the template has written them
+        if not written.endswith(self.response_prefix):
+            end = written[-max(40, len(self.response_prefix)) :]
+            raise ValueError(f"policy.response_prefix: a prompt ends in {end!r}, not in {self.response_prefix!r}")
+        return ids
+
+    def _written(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message]) -> str | None:
+        """A prompt as the chat template writes it; None where none is used. Raises ValueError where it refuses the prompt."""
         if self.chat == "never" or tokenizer.chat_template is None:
-            return super().encode(tokenizer, text)
-        system = [{"role": "system", "content": self.system}] if self.system is not None else []
+            return None
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+        if self.system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self.system})
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self.chat_options}
         try:
-            written = tokenizer.apply_chat_template([*system, {"role": "user", "content": text}], **options)
+            return tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # the template's own, of whatever kind
-            raise ValueError(f"policy: the chat template of '{self.path}' refuses the prompt {text[:60]!r}: {error}") from error
-        return tokenizer(written, add_special_tokens=False)["input_ids"]  # the template has written them
+            said = messages[-1]["content"][:60]
+            raise ValueError(f"policy: the chat template of '{self.path}' refuses the prompt {said!r}: {error}") from error
 
 
 def _in_package(path: str) -> str:

@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cct.registry import optional
 from cct.rollout import Prompt
 
 from .base import tasks
-from .table import Table
+from .table import LAYOUTS, Layout, Table
 
 _BOXED = "Reason step by step, and put the final answer within \\boxed{{}}."
 # The content of \boxed{...}, with braces in it up to three deep.
@@ -62,8 +62,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 class Datasets(Table):
     """Any Hugging Face data set, by name on the hub, folder or file; needs the extra `.[data]`."""
 
-    preset: Literal["gsm8k", "math", "deepmath", "math500", "aime24", "aime25"] | None = None
-    """Well-known set whose path, splits, fields and prompt are taken; keys given beside it win."""
+    presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS | LAYOUTS
+    preset: Layout | Literal["gsm8k", "math", "deepmath", "math500", "aime24", "aime25"] | None = None
+    """Well-known set whose path, splits, fields and prompt are taken, or the layout of another framework's data; keys given
+    beside it win."""
     path: str = Field(min_length=1)
     """Name on the hub, a folder written by `save_to_disk` or of data files, or one .jsonl, .json, .csv or .parquet file."""
     name: str | None = None
@@ -74,16 +76,6 @@ class Datasets(Table):
     """Evaluation problems."""
     limit: int | None = Field(None, ge=1)
     """At most so many training problems, the first ones."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_preset(cls, knobs: Any) -> Any:
-        if not isinstance(knobs, dict) or not isinstance(knobs.get("preset"), str):
-            return knobs
-        preset = PRESETS.get(knobs["preset"], {})
-        if "prompt_field" in knobs:  # asks for another prompt than the preset's template makes
-            preset = {key: value for key, value in preset.items() if key != "template"}
-        return {**preset, **knobs}
 
     @property
     def sources(self) -> tuple[str, str]:

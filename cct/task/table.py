@@ -7,23 +7,39 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from string import Formatter
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from cct.patterns import Pattern, last_match
-from cct.rollout import Prompt
+from cct.rollout import Message, Prompt
 
-from .base import Task
+from .base import Task, same
+from .fields import MISSING, conversation, is_conversation, lookup, names, question, text_of
+
+# Where other frameworks' data have prompt and answer.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "verl": {"prompt_field": "prompt", "answer_field": "reward_model.ground_truth"},
+    "trl": {
+        "prompt_field": ("prompt", "messages"),
+        "answer_field": ("solution", "answer", "ground_truth", "completion", "messages"),
+    },
+    "openai": {"prompt_field": "messages", "answer_field": ("reference_answer", "messages")},
+}
+Layout = Literal["verl", "trl", "openai"]
 
 
 class Table(Task):
     """Rows with fields, of which a prompt and a gold answer are made."""
 
-    prompt_field: str = "prompt"
-    """Field that holds the text of the prompt."""
-    answer_field: str = "answer"
-    """Field that holds the gold answer."""
+    presets: ClassVar[dict[str, dict[str, Any]]] = LAYOUTS
+    """Knobs by the name of a preset."""
+
+    prompt_field: str | tuple[str, ...] = "prompt"
+    """Field that holds the prompt, a text or a list of messages {role, content}; of several names the first that a row has. A
+    field inside of another is `outer.inner`."""
+    answer_field: str | tuple[str, ...] = "answer"
+    """Field that holds the gold answer, named likewise; of a list of messages it is the last one, which is the assistant's."""
     template: str | None = None
     """Text of the prompt, with fields in braces: `{question} Use \\boxed{{}}.`; null takes the prompt field as it is."""
     answer_pattern: Pattern | None = None
@@ -32,6 +48,15 @@ class Table(Task):
     """At most so many evaluation problems, the first ones."""
     on_overlap: Literal["fail", "drop"] = "fail"
     """Where training problems are evaluation problems too: refuse, or leave them out of training."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_preset(cls, knobs: Any) -> Any:
+        if not isinstance(knobs, dict) or not isinstance(knobs.get("preset"), str):
+            return knobs
+        preset = cls.presets.get(knobs["preset"], {})
+        other = {"prompt_field": "template", "template": "prompt_field"}  # who sets one wants no prompt by the other
+        return {**{key: value for key, value in preset.items() if other.get(key) not in knobs}, **knobs}
 
     @property
     def unread(self) -> dict[str, str]:
@@ -67,23 +92,62 @@ class Table(Task):
         return made
 
     def _make(self, where: str, row: Any) -> Prompt:
-        fields = dict.fromkeys([name for _, name, _, _ in Formatter().parse(self.template) if name]) if self.template else {}
-        wanted = [*(fields if self.template is not None else [self.prompt_field]), self.answer_field]
-        for key in wanted:
-            if not isinstance(row, Mapping) or key not in row:
-                found = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
-                knobs = "task.template" if key in fields else "task.prompt_field / task.answer_field"
-                raise ValueError(f"{where}: no field '{key}' (found: {found}); set {knobs}")
-            if not isinstance(row[key], str | int | float):
-                raise ValueError(f"{where}: field '{key}' must be a text or a number; found {row[key]!r}")
-        text = (
-            str(row[self.prompt_field]) if self.template is None else self.template.format(**{key: row[key] for key in fields})
-        )
+        asked, messages, text = self._asked(where, row)
+        name, value = self._find(where, row, self.answer_field, "answer_field")
+        if is_conversation(value):
+            *before, answer = self._messages(where, name, value)
+            if (role := answer["role"]) != "assistant":
+                raise ValueError(f"{where}: field '{name}' ends with the {role}'s message; the answer is the assistant's")
+            gold = answer["content"]
+            messages = tuple(before) if name == asked else messages
+        else:
+            gold = self._text(where, name, value)
+        if messages and messages[-1]["role"] == "assistant":
+            raise ValueError(f"{where}: field '{asked}' ends with the assistant's message; that is an answer, not the prompt")
+        text = question(messages) if messages else text
         if not text.strip():
             raise ValueError(f"{where}: the prompt is empty; take the row out, or set task.prompt_field or task.template")
-        return Prompt(text, self._gold(where, str(row[self.answer_field])), dict(row))
+        return Prompt(text, self._gold(where, name, gold), dict(row), messages, where)
 
-    def _gold(self, where: str, answer: str) -> str:
+    def _asked(self, where: str, row: Any) -> tuple[str, tuple[Message, ...], str]:
+        """(field, messages, text) of a row's prompt: one of the last two is empty."""
+        if self.template is not None:
+            fields = dict.fromkeys([name for _, name, _, _ in Formatter().parse(self.template) if name])
+            found = {name: self._text(where, *self._find(where, row, name, "template")) for name in fields}
+            return "", (), self.template.format(**found)
+        name, value = self._find(where, row, self.prompt_field, "prompt_field")
+        if is_conversation(value):
+            return name, self._messages(where, name, value), ""
+        return name, (), self._text(where, name, value)
+
+    @staticmethod
+    def _find(where: str, row: Any, wanted: str | tuple[str, ...], knob: str) -> tuple[str, Any]:
+        """(name, value) of the first field of these that the row has, null where all that it has are."""
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{where}: no field '{wanted}' (found: {type(row).__name__}); a row is an object with fields")
+        choice = (wanted,) if isinstance(wanted, str) else wanted
+        found = [(name, value) for name in choice if (value := lookup(row, name)) is not MISSING]
+        if not found:
+            raise ValueError(f"{where}: no field '{' or '.join(choice)}' (found: {names(row)}); set task.{knob}")
+        return next((one for one in found if one[1] is not None), found[0])
+
+    @staticmethod
+    def _text(where: str, name: str, value: Any) -> str:
+        try:
+            return text_of(value)
+        except ValueError as error:
+            raise ValueError(f"{where}: field '{name}' {error}") from None
+
+    @staticmethod
+    def _messages(where: str, name: str, value: Any) -> tuple[Message, ...]:
+        try:
+            return conversation(value)
+        except ValueError as error:
+            raise ValueError(f"{where}: field '{name}': {error}") from None
+
+    def _gold(self, where: str, name: str, answer: str) -> str:
+        if not answer.strip():
+            raise ValueError(f"{where}: field '{name}' is empty; take the row out, or set task.answer_field")
         if self.answer_pattern is None:
             return answer
         try:
@@ -92,17 +156,19 @@ class Table(Task):
             raise ValueError(f"{where}: task.answer_pattern: {error}") from None
         if found is None:
             raise ValueError(
-                f"{where}: nothing in field '{self.answer_field}' matches task.answer_pattern {self.answer_pattern!r} "
+                f"{where}: nothing in field '{name}' matches task.answer_pattern {self.answer_pattern!r} "
                 f"(it ends in {answer[-80:]!r})"
             )
+        if not found:
+            raise ValueError(f"{where}: task.answer_pattern finds an empty answer in field '{name}' ({answer[-80:]!r})")
         return found
 
     @cached_property
     def _splits(self) -> tuple[list[Prompt], list[Prompt]]:
         train, held_out = self.read()
         held_out = held_out[: self.held_out_limit]
-        kept_out = {prompt.text for prompt in held_out}
-        shared = {prompt.text for prompt in train} & kept_out
+        kept_out = {same(prompt.text) for prompt in held_out}
+        shared = {prompt.text for prompt in train if same(prompt.text) in kept_out}
         if shared and self.on_overlap == "fail":
             one, other = self.sources
             raise ValueError(
@@ -110,12 +176,15 @@ class Table(Task):
                 "`on_overlap: drop` would leave them out of training"
             )
         if shared:
-            train = [prompt for prompt in train if prompt.text not in kept_out]
+            train = [prompt for prompt in train if same(prompt.text) not in kept_out]
             if not train:
                 raise ValueError(
                     f"every prompt of {self.sources[0]} stands in {self.sources[1]} too; nothing is left to train on"
                 )
         return train, held_out
+
+    def training(self) -> list[Prompt]:
+        return self._splits[0]
 
     def prompts(self, seed: int, start: int, count: int) -> list[Prompt]:
         train = self._splits[0]

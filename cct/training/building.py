@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cct.audit import drawn
 from cct.policy import Shape
 from cct.policy.weights import add_lora, without_dropout
 from cct.preflight import said, unfit, unready
@@ -14,10 +15,8 @@ from cct.recipe import Recipe, RecipeError
 from cct.rollout import derive_seed
 
 from .agent import Agent
-from .rows import encode
+from .prompts import encode, fitting
 from .warm_start import warm_start
-
-LOOK_AHEAD = 2048  # training prompts, the warm-up's besides, that are measured before the run; others when their turn comes
 
 
 def build(
@@ -28,8 +27,8 @@ def build(
     """Agent at its starting point, tokenizer, and the reference model where a part needs one.
 
     report: of a warm start, called with (step, steps, loss). say: called with a line for the user.
-    Raises RecipeError where a part cannot work here, TrainingStopped where one of the first prompts is longer than the model
-    can take.
+    Raises RecipeError where a part cannot work here, TrainingStopped where prompts are too long, of a list of problems any that
+    the run draws, of an endless stream one of the first.
     """
     training = recipe.training
     if training.threads:
@@ -44,8 +43,7 @@ def build(
     positions = getattr(text, "max_position_embeddings", None)
     if problems := unfit(recipe, Shape(text.num_hidden_layers, text.num_attention_heads, positions)):
         raise RecipeError(*problems)
-    last = min(training.iterations, max(1, LOOK_AHEAD // training.prompts_per_iteration))
-    encode(recipe, actor, tokenizer, recipe.prompts(1 - training.critic_warmup, last))
+    _measure(recipe, actor, tokenizer, say)
     without_dropout(actor).train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(recipe.seed, "critic"))
@@ -65,3 +63,14 @@ def build(
     bf16 = training.precision == "bf16"
     agent = Agent(actor, critic, recipe.generation.temperature, bf16=bf16, logits_at_once=training.logits_at_once)
     return agent, tokenizer, reference
+
+
+def _measure(recipe: Recipe, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
+    """Find prompts that are too long before the run. Raises TrainingStopped where it cannot go on with them."""
+    for name, prompts in (("training", drawn(recipe)), ("held-out", recipe.task.held_out())):
+        kept = fitting(recipe, actor, tokenizer, prompts)
+        if not kept:
+            encode(recipe, actor, tokenizer, prompts)  # says why
+        encode(recipe, actor, tokenizer, kept)
+        if len(kept) < len(prompts):
+            say(f"{len(prompts) - len(kept)} of {len(prompts)} {name} prompts are too long and left out (overlong: drop)")

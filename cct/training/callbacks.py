@@ -83,7 +83,7 @@ class Recorder(Callback):
         self.resumed = trainer.datamodule.done  # type: ignore[attr-defined]
         if module.current_epoch == 0:
             started = time.perf_counter()
-            self._log(trainer, self._evaluate(trainer), iteration=0)
+            self._log(trainer, self._evaluate(trainer, 0), iteration=0)
             self.pause = time.perf_counter() - started  # Lightning had sampled the first iteration before
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -104,7 +104,9 @@ class Recorder(Callback):
         if iteration > 0:
             metrics |= data.collector.sync()
         if iteration > 0 and (last or iteration % self.recipe.evaluation.every == 0):
-            metrics |= self._evaluate(trainer)
+            metrics |= self._evaluate(trainer, iteration)
+        for line in ended.warnings:
+            self.display.say(line)
         self._log(trainer, metrics, iteration)
         if self.profile is not None:
             self.profile.took(iteration, metrics)
@@ -147,14 +149,14 @@ class Recorder(Callback):
             remove(later)
             forget(self.folder, later)
 
-    def _evaluate(self, trainer: Trainer) -> dict[str, float]:
+    def _evaluate(self, trainer: Trainer, iteration: int) -> dict[str, float]:
         data = trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, RolloutData)
         self.display.show(stage="evaluate")
         started = time.perf_counter()
-        return evaluate(self.recipe, data.collector.engine, self.tokenizer, Ranks.current()) | {
-            "time/evaluate": time.perf_counter() - started
-        }
+        engine, say = data.collector.engine, self.display.say
+        found = evaluate(self.recipe, engine, self.tokenizer, Ranks.current(), iteration, say)
+        return found | {"time/evaluate": time.perf_counter() - started}
 
     def _log(self, trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
         for logger in trainer.loggers:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,7 +27,9 @@ from cct.transport.functional import explained_variance, explained_variance_with
 
 from .agent import Agent
 from .batching import Minibatch, micro_batches, trimmed
+from .failures import Failures
 from .lessons import Lesson
+from .prompts import training_prompts
 from .ranks import Ranks
 from .rows import Row, branch, greedy_scores, sample_rows
 from .stopped import TrainingStopped, blamed_on
@@ -60,6 +61,7 @@ class Iteration:
     micro_batches: int  # of them in an optimizer step
     samples: list[Sample]
     metrics: dict[str, float]
+    warnings: list[str]  # lines for people
 
 
 def _of_one_kind(other: object, rollout: Rollout, name: str) -> None:
@@ -121,14 +123,19 @@ class Collector:
             self._engine.close()
         self._engine = None
 
-    def sample(self, iteration: int, on_stage: Callable[[str], None] = lambda stage: None) -> tuple[list[Row], Counter[str]]:
-        """The judged responses of an iteration, in the order of the prompts, and how often which evidence raised."""
+    def sample(self, iteration: int, on_stage: Callable[[str], None] = lambda stage: None) -> tuple[list[Row], Failures]:
+        """The judged responses of an iteration, in the order of the prompts, and what failed how often."""
         seed = derive_seed(self.recipe.seed, "sample", iteration)
         with blamed_on(f"task '{self.recipe.task.use}'", iteration):
-            prompts = self.recipe.prompts(iteration, iteration)
-        return sample_rows(self.recipe, self.engine, self.tokenizer, prompts, seed, Ranks.current(), on_stage)
+            prompts, replaced = training_prompts(self.recipe, self.agent.actor, self.tokenizer, iteration)
+        rows, failures = sample_rows(
+            self.recipe, self.engine, self.tokenizer, prompts, seed, Ranks.current(), on_stage, iteration
+        )
+        if replaced:
+            failures["overlong"] = replaced
+        return rows, failures
 
-    def collect(self, iteration: int, sampled: tuple[list[Row], Counter[str]] | None = None) -> Iteration:
+    def collect(self, iteration: int, sampled: tuple[list[Row], Failures] | None = None) -> Iteration:
         """Iteration number 1, 2, ...; 0 and below are the critic's warm-up. sampled: what `sample` gave, where it was asked."""
         recipe, ranks, size = self.recipe, Ranks.current(), self.recipe.training.minibatch_size
         clock, started = list[tuple[str, float]](), time.perf_counter()
@@ -139,13 +146,17 @@ class Collector:
 
         seed = lambda purpose: derive_seed(recipe.seed, purpose, iteration)  # noqa: E731
         rows, errors = sampled or self.sample(iteration, stage)
+        replaced, where = errors.pop("overlong", 0), f"iteration {iteration}"
+        warnings = errors.lines(len(rows), where)
+        if not any(row.keep for row in rows):
+            warnings.append(f"warning: {where}: all {len(rows)} responses were left out, so there is nothing to learn from")
         baselines: list[float] | None = None
         if recipe.needs("greedy"):
             stage("greedy")
-            baselines, greedy_errors = greedy_scores(
-                recipe, self.engine, self.tokenizer, recipe.prompts(iteration, iteration), ranks
-            )
-            errors = errors + greedy_errors
+            prompts = [row.prompt for row in rows[:: recipe.training.responses_per_prompt]]
+            baselines, more = greedy_scores(recipe, self.engine, self.tokenizer, prompts, ranks, iteration)
+            warnings += more.lines(len(prompts), f"{where}, greedy responses")
+            errors = Failures.joined([errors, more])
         # Rows in random order from here on: the behaviour forward's chunks are the minibatches.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed("order"))).tolist()
         ordered = [rows[index] for index in order]
@@ -157,8 +168,9 @@ class Collector:
             rollout = rollout.replace(greedy_scores=rollout.rewards.new_tensor(baselines)[rollout.groups])
         if recipe.transport.branches:
             stage("branch")
-            rollout, branched, more_errors = self._branch(rollout, ordered, seed("branch"), ranks)
-            errors = errors + more_errors
+            rollout, branched, more = self._branch(rollout, ordered, seed("branch"), ranks)
+            warnings += more.lines(int(branched["branch/responses"]), f"{where}, continuations")
+            errors = Failures.joined([errors, more])
         self.engine.rest()
         traces: list[Trace] = []
         if self._reads_before:
@@ -193,6 +205,8 @@ class Collector:
         metrics = self._metrics(rollout, credit, scores, seen) | cost
         stage("update")
         metrics |= branched | {f"evidence/{name}": float(count) for name, count in errors.items()}
+        if recipe.generation.overlong == "drop":
+            metrics["train/overlong"] = float(replaced)
         metrics |= {f"time/{name}": after - before for (name, before), (_, after) in pairwise(clock)}
         if judged := [score for score in baselines or [] if math.isfinite(score)]:
             metrics["train/greedy_reward"] = sum(judged) / len(judged)
@@ -202,7 +216,9 @@ class Collector:
             Sample(row.prompt.text, row.response.text, sum(row.rewards), advantage[number], row.response.finished)
             for number, row in enumerate(rows[: recipe.logging.samples])
         ]
-        return Iteration(started, seen, ordered, credit, updates, len(plan[0]) // (len(rows) // size), samples, metrics)
+        return Iteration(
+            started, seen, ordered, credit, updates, len(plan[0]) // (len(rows) // size), samples, metrics, warnings
+        )
 
     @property
     def _reads_before(self) -> bool:
@@ -260,7 +276,7 @@ class Collector:
 
     def _branch(
         self, rollout: Rollout, rows: Sequence[Row], seed: int, ranks: Ranks
-    ) -> tuple[Rollout, dict[str, float], Counter[str]]:
+    ) -> tuple[Rollout, dict[str, float], Failures]:
         """The rollout with values of the states that its transport asks for, by continuing responses from them."""
 
         def text_of(token: int) -> str:

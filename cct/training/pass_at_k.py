@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from math import comb
 
@@ -12,7 +11,9 @@ from cct.policy.sampling import Engine
 from cct.recipe import Recipe
 from cct.rollout import Prompt, derive_seed
 
-from .rows import encode, respond, scores
+from .failures import Failures
+from .prompts import encode, fitting
+from .rows import respond, scores
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
@@ -51,11 +52,14 @@ def _sampled(
     samples: int,
     ks: Sequence[int],
 ) -> dict[str, float]:
+    prompts = fitting(recipe, engine.actor, tokenizer, prompts)
     many = [prompt for prompt in prompts for _ in range(samples)]
     tokens = [row for row in encode(recipe, engine.actor, tokenizer, prompts) for _ in range(samples)]
-    responses = respond(engine, tokenizer, tokens, [derive_seed(seed, number) for number in range(len(many))])
+    responses = respond(recipe, engine, tokenizer, tokens, [derive_seed(seed, number) for number in range(len(many))])
     judge, best = recipe.evidence[0], recipe.evidence[0].bounds[1]
-    totals = [sum(row) if row is not None else 0.0 for row in scores(judge, many, responses, Counter())]
-    right = [sum(x >= best for x in totals[start : start + samples]) for start in range(0, len(many), samples)]
+    scored = scores(judge, many, responses, Failures(), recipe.training.iterations)
+    totals = [sum(row or [0.0]) for row in scored]
+    passes = [bool(row) and total >= best for row, total in zip(scored, totals, strict=True)]  # who was not judged does not
+    right = [sum(passes[start : start + samples]) for start in range(0, len(many), samples)]
     passed = {f"pass@{k}": sum(pass_at_k(count, samples, k) for count in right) / len(right) for k in ks}
     return {f"avg@{samples}": sum(totals) / len(totals), **passed}

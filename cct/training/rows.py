@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cct.evidence import Evidence, Failure, Verdict, plain, verdicts
@@ -18,6 +16,8 @@ from cct.policy.sampling import Engine
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response, derive_seed
 
+from .failures import Failures
+from .prompts import encode, fitting
 from .ranks import Ranks
 from .stopped import TrainingStopped
 
@@ -34,24 +34,29 @@ class Row:
     rewards: tuple[float, ...]
     """One per emitted token."""
     keep: bool
-    """False where evidence raised under `on_error: drop`, or nothing was emitted."""
+    """False where evidence raised under `on_error: drop`, all evidence abstained, or nothing was emitted."""
     group: int
     """Number of its prompt within the iteration."""
+    iteration: int = 0
+    """In which it was sampled; 0 and below are the critic's warm-up."""
 
 
 def scores(
-    part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Response], failures: Counter[str]
+    part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Response], failures: Failures, iteration: int
 ) -> list[list[float] | None]:
     """One evidence's rewards per token of each response, unweighted; None where judging failed, which is counted.
 
-    A score counts at the last token. Raises TrainingStopped where judging fails under `on_error: fail`, for a verdict
-    that is neither a finite number nor one finite number per token too.
+    A score counts at the last token. No number where the evidence abstained, or nothing was emitted: that is not judged.
+    Raises TrainingStopped where judging fails under `on_error: fail`, for a verdict that is neither a finite number nor one
+    finite number per token too.
     """
-    scored: list[list[float] | None] = []
+    scored: list[list[float] | None] = [[] for _ in responses]
+    emitted = [number for number, response in enumerate(responses) if response.tokens]
+    asked = [prompts[number] for number in emitted], [responses[number] for number in emitted]
     distinct = list({id(prompt): prompt for prompt in prompts}.values())
     before = [_pickled(prompt.meta) for prompt in distinct]
-    with closing(verdicts(part, prompts, responses)) as found:
-        for prompt, response, verdict in zip(prompts, responses, found, strict=True):
+    with closing(verdicts(part, *asked, iteration)) as found:
+        for number, prompt, response, verdict in zip(emitted, *asked, found, strict=True):
             checked = verdict if isinstance(verdict, Failure) else _per_token(part, verdict, len(response.tokens))
             if isinstance(checked, Failure):
                 if part.on_error == "fail":
@@ -60,8 +65,10 @@ def scores(
                         f"evidence '{part.use}' {said}{checked.reason}, judging {response.text!r} "
                         f"(prompt {prompt.text!r}); `on_error: zero` or `drop` would go on"
                     ) from checked.cause
-                failures[f"{'timeouts' if checked.timed_out else 'errors'}/{part.use}"] += 1
-            scored.append(None if isinstance(checked, Failure) else checked)
+                failures.add(f"{'timeouts' if checked.timed_out else 'errors'}/{part.use}", checked.reason)
+            elif not checked:
+                failures.add(f"abstained/{part.use}", "")
+            scored[number] = None if isinstance(checked, Failure) else checked
     for prompt, meta in zip(distinct, before, strict=True):
         if meta is not None and _pickled(prompt.meta) != meta:
             raise TrainingStopped(
@@ -84,6 +91,8 @@ def _per_token(part: Evidence, verdict: Verdict, tokens: int) -> list[float] | F
         numbers = plain(verdict)
     except ValueError as error:
         return Failure(str(error))
+    if numbers is None:
+        return []
     rewards = numbers if isinstance(numbers, list) else [0.0] * (tokens - 1) + [numbers]
     if len(rewards) != tokens:
         return Failure(f"it returned {len(rewards)} numbers for {tokens} tokens; expected one for each, or one in all")
@@ -94,49 +103,42 @@ def _per_token(part: Evidence, verdict: Verdict, tokens: int) -> list[float] | F
 def weigh(
     evidence: Sequence[Evidence], scored: Sequence[Sequence[list[float] | None]], responses: Sequence[Response]
 ) -> tuple[list[list[float]], list[bool]]:
-    """Weighted rewards per token of each response, and whether to keep it; `scored` by each evidence."""
-    rewards, keep = [[0.0] * len(response.tokens) for response in responses], [bool(response.tokens) for response in responses]
+    """Weighted rewards per token of each response, and whether to keep it; `scored` by each evidence.
+
+    Evidence without a number is left out of the sum; a response of which none has one is not kept.
+    """
+    rewards = [[0.0] * len(response.tokens) for response in responses]
+    keep = [any(row is None or row for row in rows) for rows in zip(*scored, strict=True)]
     for part, rows in zip(evidence, scored, strict=True):
         for number, row in enumerate(rows):
-            if row is not None:
+            if row:
                 rewards[number] = [total + part.weight * x for total, x in zip(rewards[number], row, strict=True)]
-            elif part.on_error == "drop":
+            elif row is None and part.on_error == "drop":
                 keep[number] = False
     return rewards, keep
 
 
 def judge(
-    evidence: Sequence[Evidence], prompts: Sequence[Prompt], responses: Sequence[Response]
-) -> tuple[list[list[float]], list[bool], Counter[str]]:
-    """Weighted rewards per token of each response, whether to keep it, and counts of `errors/NAME` and `timeouts/NAME`."""
-    failures = Counter[str]()
-    rewards, keep = weigh(evidence, [scores(part, prompts, responses, failures) for part in evidence], responses)
+    evidence: Sequence[Evidence], prompts: Sequence[Prompt], responses: Sequence[Response], iteration: int = 0
+) -> tuple[list[list[float]], list[bool], Failures]:
+    """Weighted rewards per token of each response, whether to keep it, and what failed or abstained how often."""
+    failures = Failures()
+    scored = [scores(part, prompts, responses, failures, iteration) for part in evidence]
+    rewards, keep = weigh(evidence, scored, responses)
     return rewards, keep, failures
 
 
+def text_of(recipe: Recipe, tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """What evidence sees of a response: its tokens, behind what the end of the prompt has opened of it."""
+    return recipe.policy.opened + str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
 def respond(
-    engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None
+    recipe: Recipe, engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None
 ) -> list[Response]:
     """One response per prompt (token ids), each from its own seed; greedy where seeds is None."""
     completions = engine.generate(prompts, seeds)
-    decode = lambda completion: str(tokenizer.decode(list(completion.tokens), skip_special_tokens=True))  # noqa: E731
-    return [Response(decode(c), c.tokens, c.finished, c.logprobs) for c in completions]
-
-
-def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
-    """Token ids of the prompts. Raises TrainingStopped where the model has no positions for one and its response."""
-    tokens = [tuple(recipe.policy.encode(tokenizer, prompt.text)) for prompt in prompts]
-    positions = getattr(actor.config.get_text_config(), "max_position_embeddings", None)
-    room = recipe.generation.max_new_tokens
-    for prompt, ids in zip(prompts, tokens, strict=True):
-        if not ids:
-            raise TrainingStopped(f"the prompt {prompt.text[:60]!r} has no tokens; leave it out of the task")
-        if positions is not None and len(ids) + room > positions:
-            raise TrainingStopped(
-                f"the prompt {prompt.text[:60]!r} has {len(ids)} tokens; with generation.max_new_tokens ({room}) that is more "
-                f"than the {positions} positions of the model. Leave it out of the task, or lower max_new_tokens"
-            )
-    return tokens
+    return [Response(text_of(recipe, tokenizer, c.tokens), c.tokens, c.finished, c.logprobs) for c in completions]
 
 
 def sample_rows(
@@ -147,8 +149,9 @@ def sample_rows(
     seed: int,
     ranks: Ranks,
     stage: Callable[[str], None] = lambda name: None,
-) -> tuple[list[Row], Counter[str]]:
-    """`responses_per_prompt` judged responses to each prompt, and how often which evidence raised. stage: told what begins.
+    iteration: int = 0,
+) -> tuple[list[Row], Failures]:
+    """`responses_per_prompt` judged responses to each prompt, and what failed how often. stage: called with what begins.
 
     Every rank samples and judges a share of equal size and gets all rows, in the order of the prompts. A
     response depends on the seed and its number only, not on the ranks or the batch it was sampled in.
@@ -158,30 +161,30 @@ def sample_rows(
     tokens = encode(recipe, engine.actor, tokenizer, prompts)
     seeds = [derive_seed(seed, number) for number in numbers]
     stage("generate")
-    responses = respond(engine, tokenizer, [tokens[number // each] for number in numbers], seeds)
+    responses = respond(recipe, engine, tokenizer, [tokens[number // each] for number in numbers], seeds)
     stage("evidence")
-    rewards, keep, errors = judge(recipe.evidence, [prompts[number // each] for number in numbers], responses)
+    rewards, keep, errors = judge(recipe.evidence, [prompts[number // each] for number in numbers], responses, iteration)
     rows = [
-        Row(prompts[number // each], tokens[number // each], response, tuple(reward), kept, number // each)
+        Row(prompts[number // each], tokens[number // each], response, tuple(reward), kept, number // each, iteration)
         for number, response, reward, kept in zip(numbers, responses, rewards, keep, strict=True)
     ]
     gathered = ranks.gather((rows, errors))
-    return [row for part, _ in gathered for row in part], sum((counts for _, counts in gathered), Counter())
+    return [row for part, _ in gathered for row in part], Failures.joined(counts for _, counts in gathered)
 
 
 def greedy_scores(
-    recipe: Recipe, engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Prompt], ranks: Ranks
-) -> tuple[list[float], Counter[str]]:
-    """The score of one greedy response to each prompt, NaN where it is not to be kept, and how often which evidence raised.
+    recipe: Recipe, engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Prompt], ranks: Ranks, iteration: int = 0
+) -> tuple[list[float], Failures]:
+    """The score of one greedy response to each prompt, NaN where it is not to be kept, and what failed how often.
 
     Every rank answers and judges its share and gets all scores.
     """
     mine = [prompts[number] for number in ranks.share(len(prompts))]
-    responses = respond(engine, tokenizer, encode(recipe, engine.actor, tokenizer, mine), None)
-    rewards, keep, errors = judge(recipe.evidence, mine, responses)
+    responses = respond(recipe, engine, tokenizer, encode(recipe, engine.actor, tokenizer, mine), None)
+    rewards, keep, errors = judge(recipe.evidence, mine, responses, iteration)
     scored = [sum(reward) if kept else math.nan for reward, kept in zip(rewards, keep, strict=True)]
     gathered = ranks.gather((scored, errors))
-    return [score for part, _ in gathered for score in part], sum((counts for _, counts in gathered), Counter())
+    return [score for part, _ in gathered for score in part], Failures.joined(counts for _, counts in gathered)
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,7 @@ def continue_from(
     each: int,
     seed: int,
     ranks: Ranks,
-) -> tuple[list[list[Continuation]], dict[str, float], Counter[str]]:
+) -> tuple[list[list[Continuation]], dict[str, float], Failures]:
     """`each` continuations of every state, without those that evidence dropped; the prompts are those of `rows`.
 
     A continuation may become as long as the response might have. Each rank samples a share; what is drawn depends on the
@@ -220,10 +223,11 @@ def continue_from(
     responses = []
     for (_, _, prefix), completion in zip(mine, completions, strict=True):
         tokens = (*prefix, *completion.tokens)
-        responses.append(Response(str(tokenizer.decode(list(tokens), skip_special_tokens=True)), tokens, completion.finished))
-    rewards, keep, errors = judge(recipe.evidence, [of_group[group].prompt for _, group, _ in mine], responses)
+        responses.append(Response(text_of(recipe, tokenizer, tokens), tokens, completion.finished))
+    prompts = [of_group[group].prompt for _, group, _ in mine]
+    rewards, keep, errors = judge(recipe.evidence, prompts, responses, rows[0].iteration if rows else 0)
     found = [
-        Continuation(completion.tokens[0], sum(reward[len(prefix) :])) if kept else None
+        Continuation(completion.tokens[0], sum(reward[len(prefix) :])) if kept and completion.tokens else None
         for (_, _, prefix), completion, reward, kept in zip(mine, completions, rewards, keep, strict=True)
     ]
     gathered = ranks.gather((found, sum(len(completion.tokens) for completion in completions), errors))
@@ -234,7 +238,7 @@ def continue_from(
         "branch/responses": float(len(every)),
         "branch/tokens": float(sum(tokens for _, tokens, _ in gathered)),
     }
-    return of_state, cost, sum((counts for _, _, counts in gathered), Counter())
+    return of_state, cost, Failures.joined(counts for _, _, counts in gathered)
 
 
 def branch(
@@ -245,7 +249,7 @@ def branch(
     starts: Sequence[Sequence[int]],
     seed: int,
     ranks: Ranks,
-) -> tuple[list[list[float]], dict[str, float], Counter[str]]:
+) -> tuple[list[list[float]], dict[str, float], Failures]:
     """Monte-Carlo values: the mean return, from its place on, of continuations of each row's response at each of its starts.
 
     Rows that share a prefix, as all of a prompt do at their first token, share its continuations. A prefix all of whose
@@ -262,30 +266,65 @@ def branch(
     return values, cost, errors
 
 
-def evaluate(recipe: Recipe, engine: Engine, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, float]:
-    """Greedy decoding of the held-out prompts; `eval/accuracy` is the first evidence's mean, `eval/reward` the sum's."""
-    return {f"eval/{name}": value for name, value in _greedy(recipe, engine, tokenizer, recipe.task.held_out(), ranks).items()}
+def evaluate(
+    recipe: Recipe,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    iteration: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, float]:
+    """Greedy decoding of the held-out prompts; `eval/accuracy` is the first evidence's mean, `eval/reward` the sum's.
+
+    iteration: after which it is, the recipe's last one where it is not given. say: called with what a person should see.
+    """
+    return _greedy(recipe, engine, tokenizer, "eval", recipe.task.held_out(), ranks, iteration, say)
 
 
-def evaluate_frozen(recipe: Recipe, engine: Engine, tokenizer: Tokenizer, ranks: Ranks) -> dict[str, float]:
+def evaluate_frozen(
+    recipe: Recipe, engine: Engine, tokenizer: Tokenizer, ranks: Ranks, say: Callable[[str], None] = lambda line: None
+) -> dict[str, float]:
     """The same of each frozen set, `frozen/NAME/accuracy` and so on, and the mean accuracy over the sets, `frozen/accuracy`."""
-    frozen = recipe.evaluation.frozen
-    found = {name: _greedy(recipe, engine, tokenizer, task.held_out(), ranks) for name, task in frozen.items()}
-    metrics = {f"frozen/{name}/{key}": value for name, values in found.items() for key, value in values.items()}
-    if found:
-        metrics["frozen/accuracy"] = sum(values["accuracy"] for values in found.values()) / len(found)
+    metrics, names = dict[str, float](), [f"frozen/{name}" for name in recipe.evaluation.frozen]
+    for name, task in zip(names, recipe.evaluation.frozen.values(), strict=True):
+        metrics |= _greedy(recipe, engine, tokenizer, name, task.held_out(), ranks, None, say)
+    if names:
+        metrics["frozen/accuracy"] = sum(metrics[f"{name}/accuracy"] for name in names) / len(names)
     return metrics
 
 
-def _greedy(recipe: Recipe, engine: Engine, tokenizer: Tokenizer, prompts: Sequence[Prompt], ranks: Ranks) -> dict[str, float]:
+def _greedy(
+    recipe: Recipe,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    name: str,
+    every: Sequence[Prompt],
+    ranks: Ranks,
+    iteration: int | None,
+    say: Callable[[str], None],
+) -> dict[str, float]:
+    """Metrics `NAME/accuracy` and so on of the prompts, without those that are too long where these are dropped."""
+    prompts = fitting(recipe, engine.actor, tokenizer, every)
+    if not prompts:
+        raise TrainingStopped(f"{name}: every prompt is too long; raise the model's or the engine's limit, or take others")
     mine = [prompts[number] for number in ranks.share(len(prompts))]
-    responses = respond(engine, tokenizer, encode(recipe, engine.actor, tokenizer, mine), None)
-    scored = [scores(part, mine, responses, Counter()) for part in recipe.evidence]
-    names = ("accuracy", "reward", "length", "truncated")
+    responses = respond(recipe, engine, tokenizer, encode(recipe, engine.actor, tokenizer, mine), None)
+    failures, after = Failures(), recipe.training.iterations if iteration is None else iteration
+    scored = [scores(part, mine, responses, failures, after) for part in recipe.evidence]
+    judged = [row for row, response in zip(scored[0], responses, strict=True) if row is None or row or not response.tokens]
     sums = (
-        sum(sum(row) for row in scored[0] if row is not None),
+        sum(sum(row) for row in judged if row is not None),
+        float(len(judged)),
         sum(map(sum, weigh(recipe.evidence, scored, responses)[0])),
         float(sum(len(response.tokens) for response in responses)),
         float(sum(not response.finished for response in responses)),
     )
-    return {name: sum(values) / len(prompts) for name, values in zip(names, zip(*ranks.gather(sums), strict=True), strict=True)}
+    gathered = ranks.gather((sums, failures))
+    right, of, *rest = map(sum, zip(*(part for part, _ in gathered), strict=True))
+    failures = Failures.joined(part for _, part in gathered)
+    for line in failures.lines(len(prompts), name):
+        say(line)
+    metrics = {f"{name}/accuracy": right / of if of else 0.0}
+    metrics |= {f"{name}/{key}": x / len(prompts) for key, x in zip(("reward", "length", "truncated"), rest, strict=True)}
+    metrics |= {f"{name}/{key}": float(count) for key, count in failures.items()}
+    return metrics | ({f"{name}/overlong": float(len(every) - len(prompts))} if recipe.generation.overlong == "drop" else {})

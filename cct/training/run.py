@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -199,7 +200,9 @@ def evaluate_run(folder: Path, samples: int = 0, ks: Sequence[int] = (1,), *, tr
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
     engine = recipe.generation.open(actor, tokenizer)
     try:
-        metrics = evaluate(recipe, engine, tokenizer, Ranks()) | evaluate_frozen(recipe, engine, tokenizer, Ranks())
+        say = lambda line: print(line, file=sys.stderr)  # noqa: E731
+        metrics = evaluate(recipe, engine, tokenizer, Ranks(), say=say)
+        metrics |= evaluate_frozen(recipe, engine, tokenizer, Ranks(), say)
         return metrics | (evaluate_sampled(recipe, engine, tokenizer, samples, ks) if samples else {})
     finally:
         engine.close()

@@ -1,0 +1,175 @@
+"""What a recipe's data hold: prompts that are too long, gold answers that no verifier reads, duplicates; without weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cct.evidence import Evidence
+from cct.recipe import CRITIC_WARMUP_SEED, Recipe
+from cct.rollout import Prompt
+from cct.task import same
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LOOK_AHEAD = 2048  # prompts of an endless stream that are looked at before a run
+EXAMPLES = 3  # of what is found, in a message
+OPENED = re.compile(r"<(?:think|thinking|thought|reasoning)>\s*$")
+
+
+def drawn(recipe: Recipe, bound: int = LOOK_AHEAD) -> list[Prompt]:
+    """Training prompts that the run draws, the critic's warm-up included, in a time that does not grow with its iterations.
+
+    Of a list of problems exactly those that come up, each once; of an endless stream the first `bound`.
+    """
+    training, listed = recipe.training, recipe.task.training()
+    found: dict[int, Prompt] = {}
+    for seed, rounds in (
+        (recipe.seed + CRITIC_WARMUP_SEED, training.critic_warmup),
+        (recipe.seed, training.iterations),
+    ):
+        count = rounds * training.prompts_per_iteration
+        if listed and count >= len(listed):
+            return list(listed)
+        found |= {id(prompt): prompt for prompt in recipe.task.prompts(seed, 0, min(count, len(listed or ()) or bound))}
+    return list(found.values())
+
+
+# --- lengths ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Lengths:
+    """Prompts as the policy encodes them."""
+
+    tokens: list[tuple[int, ...]]
+    too_long: list[tuple[int, int]]
+    """Number and length of each that leaves no room for a response."""
+    problem: str
+    """Which those are, and what to do; empty where there are none."""
+
+
+def measured(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, positions: int | None, prompts: Sequence[Prompt]) -> Lengths:
+    """Token ids of the prompts, and which are too long. positions: the model's.
+
+    Raises ValueError for a prompt without tokens, and where the policy cannot encode one.
+    """
+    tokens = [tuple(recipe.policy.encode(tokenizer, prompt.written)) for prompt in prompts]
+    if () in tokens:
+        raise ValueError(f"the prompt {named(prompts[tokens.index(())])} has no tokens; leave it out of the task")
+    limit, room = recipe.generation.limit(positions), recipe.generation.max_new_tokens
+    if limit is None:
+        return Lengths(tokens, [], "")
+    too_long = [(number, len(ids)) for number, ids in enumerate(tokens) if len(ids) + room > limit[0]]
+    if not too_long:
+        return Lengths(tokens, [], "")
+    shown = ", ".join(f"{named(prompts[number])} with {length} tokens" for number, length in too_long[:EXAMPLES])
+    return Lengths(
+        tokens,
+        too_long,
+        f"{len(too_long)} of {len(tokens)} prompts are too long: with generation.max_new_tokens ({room}) they take more than "
+        f"{limit[1]}, e.g. {shown}. Lower max_new_tokens, take them out, or leave them out by `generation.overlong: drop`",
+    )
+
+
+def named(prompt: Prompt) -> str:
+    """A prompt in a message: its place, where it has one, and its beginning."""
+    beginning = repr(prompt.text[:60]) + ("..." if len(prompt.text) > 60 else "")
+    return f"{prompt.place} {beginning}".lstrip()
+
+
+# --- gold answers and duplicates --------------------------------------------------------------
+def unreadable(part: Evidence, prompts: Sequence[Prompt]) -> list[tuple[Prompt, str]]:
+    """The prompts whose gold answer the evidence cannot read, and why."""
+    found = ((prompt, part.unreadable(prompt)) for prompt in prompts)
+    return [(prompt, reason) for prompt, reason in found if reason]
+
+
+def golds(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[tuple[bool, str]]:
+    """Findings about the gold answers: whether a run fails by it, and what it is."""
+    for index, part in enumerate(recipe.evidence):
+        if bad := unreadable(part, prompts):
+            shown = "; ".join(f"{prompt.place}: {reason}".removeprefix(": ") for prompt, reason in bad[:EXAMPLES])
+            becomes = {"fail": "the run would stop there", "zero": "each response to them gets 0", "drop": "they teach nothing"}
+            yield (
+                part.on_error == "fail",
+                f"evidence.{index}: '{part.use}' cannot read the gold answers of {len(bad)} of {len(prompts)} prompts "
+                f"({becomes[part.on_error]}), e.g. {shown}",
+            )
+    raw = [prompt for prompt in prompts if "####" in prompt.answer]
+    if raw:
+        yield (
+            False,
+            f"task: {len(raw)} of {len(prompts)} gold answers hold '####', e.g. {named(raw[0])}; "
+            r"set task.answer_pattern to '####\s*(\S+)' to take what stands behind it",
+        )
+    odd = [prompt for prompt in prompts if prompt.answer.strip().lower() in ("nan", "none", "null", "<na>")]
+    if odd:
+        shown = ", ".join(f"{named(prompt)}: {prompt.answer!r}" for prompt in odd[:EXAMPLES])
+        yield False, f"task: {len(odd)} of {len(prompts)} gold answers look like missing values, e.g. {shown}"
+
+
+def duplicates(prompts: Sequence[Prompt]) -> Iterator[str]:
+    """Findings about prompts that stand more than once, white space aside."""
+    first: dict[str, Prompt] = {}
+    again = [(first[key], prompt) for prompt in prompts if first.setdefault(key := same(prompt.text), prompt) is not prompt]
+    if again:
+        yield f"{len(again)} of {len(prompts)} prompts stand more than once, e.g. {named(again[0][1])}"
+    differ = [(one, other) for one, other in again if one.answer != other.answer]
+    if differ:
+        one, other = differ[0]
+        yield f"{len(differ)} of them with another gold answer, e.g. {named(other)}: {one.answer!r} and {other.answer!r}"
+
+
+# --- the deep check ---------------------------------------------------------------------------
+@dataclass
+class Audit:
+    """What was found."""
+
+    problems: list[str] = field(default_factory=list)
+    """By which a run would fail."""
+    warnings: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    """What was looked at."""
+
+    def found(self, fails: bool, text: str) -> None:
+        (self.problems if fails else self.warnings).append(text)
+
+
+def audit(recipe: Recipe) -> Audit:
+    """Tokenise the prompts of a run, and read their gold answers. Raises ValueError or OSError where there is no tokenizer.
+
+    Training prompts as `drawn`, the held-out ones, and those of the frozen sets, by which `cct eval` fails and a run does not.
+    """
+    result, alphabet = Audit(), recipe.task.alphabet if recipe.policy.reads_alphabet else ""
+    tokenizer = recipe.policy.tokenizer(alphabet=alphabet)
+    positions = getattr(recipe.policy.config(alphabet=alphabet).get_text_config(), "max_position_embeddings", None)
+    sets = {"training": drawn(recipe), "held out": list(recipe.task.held_out())}
+    sets |= {f"evaluation.frozen.{name}": list(task.held_out()) for name, task in recipe.evaluation.frozen.items()}
+    endless = recipe.task.training() is None
+    for name, prompts in sets.items():
+        runs = name in ("training", "held out")
+        try:
+            lengths = measured(recipe, tokenizer, positions, prompts)
+        except ValueError as error:
+            result.found(runs, f"{name}: {error}")
+            continue
+        sizes = [len(ids) for ids in lengths.tokens]
+        what = "the first of an endless stream, " if endless and name == "training" else ""
+        spread = f"{min(sizes):,} to {max(sizes):,} tokens, mean {sum(sizes) / len(sizes):,.0f}"
+        result.lines.append(f"{name}: {len(prompts):,} prompts, {what}{spread}; {len(lengths.too_long)} too long")
+        if lengths.too_long:
+            dropped = recipe.generation.overlong == "drop" and len(lengths.too_long) < len(prompts)
+            result.found(runs and not dropped, f"{name}: {lengths.problem}")
+        for fails, text in golds(recipe, prompts):
+            result.found(fails and runs, f"{name}: {text}")
+        if name != "training" or not endless:
+            result.warnings += [f"{name}: {text}" for text in duplicates(prompts)]
+        end = str(tokenizer.decode(list(lengths.tokens[0][-16:])))
+        if (opened := OPENED.search(end)) and not recipe.policy.opened and name == "training":
+            result.warnings.append(
+                f"policy: prompts end in {opened[0]!r}, which evidence does not see as part of the response; "
+                f"set policy.response_prefix to {opened[0]!r} where it should"
+            )
+    return result
