@@ -336,9 +336,9 @@ def _look_deep(path: str, recipe) -> None:
     except (ValueError, OSError) as error:
         raise RecipeError(f"{path}: {error}") from None
     for line in found.lines:
-        print(f"{path}: {line}")
+        say(f"{path}: {line}")
     for warning in found.warnings:
-        print(f"warning: {path}: {warning}", file=sys.stderr)
+        say(f"warning: {path}: {warning}", file=sys.stderr)
     if found.problems:
         raise RecipeError(*(f"{path}: {problem}" for problem in found.problems))
 
