@@ -89,6 +89,7 @@ class Recorder(Callback):
         assert isinstance(module, CreditModule)
         iteration, data = module.iteration, trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, RolloutData)
+        module.lr_schedulers().step()
         ended = data.finish(iteration)
         if trainer.is_global_zero and self.resumed is not None:
             self._take_over(self.resumed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from collections import defaultdict
 from typing import Any
 
@@ -35,39 +36,30 @@ def iteration_of(recipe: Recipe, epoch: int) -> int:
 
 
 class RolloutData(LightningDataModule):
-    """Each epoch's minibatches, sampled from the current policy when Lightning asks for them."""
+    """An epoch is an iteration, its one batch nothing."""
 
-    def __init__(self, recipe: Recipe, collector: Collector):
+    def __init__(self, recipe, collector):
         super().__init__()
         self.recipe, self.collector = recipe, collector
-        self.current: Iteration | None = None
-        self.done: int | None = None
+        self.current = None
+        self.done = None
 
-    def train_dataloader(self) -> DataLoader:
-        """Collects at most once an iteration, however often Lightning asks."""
-        assert self.trainer is not None
-        iteration = iteration_of(self.recipe, self.trainer.current_epoch)
-        if self.done is not None and iteration <= self.done:  # on resuming, Lightning asks for the epoch that has ended
-            return DataLoader([None], batch_size=None)  # type: ignore[arg-type]
-        if self.current is None:
-            self.current = self.collector.collect(iteration)
-        return DataLoader(self.current.updates, batch_size=None, shuffle=False)  # type: ignore[arg-type]
+    def train_dataloader(self):
+        return DataLoader([0], batch_size=None)
 
-    def finish(self, iteration: int) -> Iteration:
-        """The iteration is over: later ones remember of it what they need; hands it out a last time."""
-        assert self.current is not None
+    def finish(self, iteration):
         ended, self.current, self.done = self.current, None, iteration
         self.collector.remember(ended)
         return ended
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         lessons = [lesson.saved for lesson in self.collector.past]
         return {"moments": self.collector.moments, "done": self.done, "lessons": lessons}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self.collector.moments, self.done = state_dict["moments"], state_dict["done"]
         device = self.collector.agent.actor.device
-        lessons = state_dict.get("lessons", [])  # which checkpoints of an earlier version lack
+        lessons = state_dict.get("lessons", [])
         self.collector.past = [Lesson(**{name: x.to(device) for name, x in saved.items()}) for saved in lessons]
 
 
@@ -94,6 +86,7 @@ class CreditModule(LightningModule):
 
     def __init__(self, recipe: Recipe, agent: Agent):
         super().__init__()
+        self.automatic_optimization = False
         self.recipe, self.agent = recipe, agent
         self.sums: dict[str, float] = defaultdict(float)  # over this process's micro-batches
         self.norms: dict[str, list[float]] = defaultdict(list)  # of each optimizer step, the same on every process
@@ -149,26 +142,43 @@ class CreditModule(LightningModule):
             group["lr"], group["initial_lr"] = rate * pace(schedule.last_epoch), rate
             group["weight_decay"] = self.recipe.training.weight_decay
 
-    def on_train_epoch_start(self) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if data.current is not None:
-            self.trainer.accumulate_grad_batches = data.current.micro_batches
-        self.sums.clear()
-        self.norms.clear()
-        self.update_started = time.perf_counter()
+    def training_step(self, batch, batch_index):
+        with torch.autocast(self.device.type, enabled=False):
+            data = self.trainer.datamodule
+            data.current = data.collector.collect(self.iteration)
+            self.sums.clear()
+            self.norms.clear()
+            self.update_started = time.perf_counter()
+            each = self.each = data.current.micro_batches
+            for start in range(0, len(data.current.updates), each):
+                self._step(data.current.updates[start : start + each])
 
-    def training_step(self, batch: Minibatch, batch_index: int) -> torch.Tensor:
-        learns = self.learns = "actor" if batch.trace is None else "critic"
-        if (engine := self._deepspeed) is not None:
-            engine.set_gradient_accumulation_boundary((batch_index + 1) % self.trainer.accumulate_grad_batches == 0)
-        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+    def _step(self, parts):
+        optimizer = self.optimizers()
+        learns = self.learns = "actor" if parts[0].trace is None else "critic"
+        for group in optimizer.param_groups:
             group["active"] = group["name"] == learns
-        for name, parameters in self.parameters_of.items():  # or ZeRO-3 takes the other's last gradients into the norm
+        for name, parameters in self.parameters_of.items():
             for parameter in parameters:
                 parameter.requires_grad_(name == learns)
-        loss = self._policy_loss(batch) if learns == "actor" else self._critic_loss(batch)
-        # The weights divide by the whole minibatch already; Lightning averages over micro-batches, and over processes.
-        return loss * self.trainer.accumulate_grad_batches * Ranks.current().world
+        engine = self._deepspeed
+        optimizer.zero_grad()
+        for number, part in enumerate(parts, 1):
+            if engine is not None:
+                engine.set_gradient_accumulation_boundary(number == len(parts))
+            loss = self._policy_loss(part) if learns == "actor" else self._critic_loss(part)
+            last = number == len(parts)
+            with nullcontext() if last or engine is not None or not hasattr(self.trainer.strategy, "block_backward_sync") else self.trainer.strategy.block_backward_sync():
+                self.manual_backward(loss * Ranks.current().world)
+            if engine is not None and not last:
+                optimizer.step()
+        if engine is None:
+            self.configure_gradient_clipping(optimizer)
+        optimizer.step()
+        if engine is not None:
+            norm = torch.as_tensor(engine.get_global_grad_norm())
+            self._finite(norm, f"{self.learns} (gradient)")
+            self.norms[f"{self.learns}/gradient_norm"].append(float(norm))
 
     @property
     def _deepspeed(self) -> Any:
@@ -240,22 +250,12 @@ class CreditModule(LightningModule):
                 self._finite(norm, f"{group['name']} (gradient)")
                 self.norms[f"{group['name']}/gradient_norm"].append(float(norm))
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed clips by itself; the norm of what it clipped is recorded and checked here."""
-        engine = self._deepspeed
-        before = engine.global_steps if engine is not None else 0
-        super().optimizer_step(*args, **kwargs)
-        if engine is not None and engine.global_steps > before:
-            norm = torch.as_tensor(engine.get_global_grad_norm())
-            self._finite(norm, f"{self.learns} (gradient)")
-            self.norms[f"{self.learns}/gradient_norm"].append(float(norm))
-
     def update_metrics(self) -> dict[str, float]:
         """Means over the epoch's optimizer steps, of the critic and of the policy each, over all processes."""
         ranks = Ranks.current()
         everyone = ranks.gather(dict(self.sums))
         sums = {name: sum(part[name] for part in everyone) for name in self.sums}
-        each = self.trainer.accumulate_grad_batches * ranks.world  # batches in one optimizer step
+        each = self.each * ranks.world  # batches in one optimizer step
         means = {
             name: total / (sums[f"{name.split('/')[0]}/batches"] / each)
             for name, total in sums.items()

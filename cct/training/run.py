@@ -95,9 +95,7 @@ def train(
         callbacks.append(Recorder(recipe, folder, tokenizer, display, profiler))
         trainer = Trainer(
             max_epochs=recipe.training.critic_warmup + recipe.training.iterations,
-            gradient_clip_val=recipe.training.gradient_clip,
             precision="bf16-mixed" if recipe.training.precision == "bf16" else "32-true",
-            reload_dataloaders_every_n_epochs=1,
             use_distributed_sampler=False,
             strategy=strategy_of(recipe),
             devices=recipe.training.devices,
