@@ -14,7 +14,7 @@ from cct.recipe import Recipe, RecipeError
 from cct.rollout import derive_seed
 
 from .agent import Agent
-from .rows import encode
+from .sampler import encode
 from .warm_start import warm_start
 
 LOOK_AHEAD = 2048  # training prompts, the warm-up's besides, that are measured before the run; others when their turn comes

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,9 @@ from cct.policy.weights import save
 from cct.recipe import Recipe
 
 from .folder import checkpoints, drop_lines_after, write_whole
-from .module import CreditModule, RolloutData
+from .loop import Loop
 from .profile import Profile
-from .ranks import Ranks
 from .rollouts import drop_after, store
-from .rows import evaluate
 
 
 class JsonLinesLogger(Logger):
@@ -61,10 +57,10 @@ class Recorder(Callback):
         tokenizer: PreTrainedTokenizerBase,
         display: Display,
         profile: Profile | None = None,
+        resumed: int | None = None,
     ):
         self.recipe, self._folder, self.tokenizer, self.display, self.profile = recipe, folder, tokenizer, display, profile
-        self.resumed: int | None = None  # the iteration after which a run is gone on with, until it has done one
-        self.pause = 0.0  # seconds since sampling began that are no part of the iteration
+        self.resumed = resumed  # the iteration of the checkpoint, until the resumed run has done one
 
     @property
     def folder(self) -> Path:
@@ -75,53 +71,44 @@ class Recorder(Callback):
         self._folder = trainer.strategy.broadcast(self._folder)  # the first process made it
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        assert isinstance(module, CreditModule)
-        self.resumed = trainer.datamodule.done  # type: ignore[attr-defined]
+        assert isinstance(module, Loop)
         if module.current_epoch == 0:
-            started = time.perf_counter()
-            self._log(trainer, self._evaluate(trainer), iteration=0)
-            self.pause = time.perf_counter() - started  # Lightning had sampled the first iteration before
-
-    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.display.show(stage="update")
+            self._log(trainer, module.evaluate(), iteration=0)
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        assert isinstance(module, CreditModule)
-        iteration, data = module.iteration, trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, RolloutData)
-        module.lr_schedulers().step()
-        ended = data.finish(iteration)
+        assert isinstance(module, Loop) and module.ended is not None
+        ended, module.ended = module.ended, None
+        iteration, training = ended.number, self.recipe.training
         if trainer.is_global_zero and self.resumed is not None:
             self._take_over(self.resumed)
         self.resumed = None
-        metrics = ended.metrics | module.update_metrics()
-        seconds, self.pause = time.perf_counter() - ended.started - self.pause, 0.0
-        metrics |= {"time/iteration": seconds, "train/tokens_per_second": metrics["train/tokens"] / seconds}
-        last = iteration == self.recipe.training.iterations
-        if iteration > 0:
-            metrics |= data.collector.sync()
-        if iteration > 0 and (last or iteration % self.recipe.evaluation.every == 0):
-            metrics |= self._evaluate(trainer)
-        self._log(trainer, metrics, iteration)
+        self._log(trainer, ended.metrics, iteration)
         if self.profile is not None:
-            self.profile.took(iteration, metrics)
+            self.profile.took(iteration, ended.metrics)
         if trainer.is_global_zero:
             with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-                for sample in ended.samples:
-                    file.write(json.dumps({"iteration": iteration, **asdict(sample)}, ensure_ascii=False) + "\n")
+                for row, advantage in list(zip(ended.rows, ended.advantages, strict=True))[: self.recipe.logging.samples]:
+                    sample = {
+                        "prompt": row.prompt.text,
+                        "response": row.response.text,
+                        "reward": sum(row.rewards),
+                        "advantage": advantage,  # mean over the response's tokens
+                        "finished": row.response.finished,
+                    }
+                    file.write(json.dumps({"iteration": iteration, **sample}, ensure_ascii=False) + "\n")
             store(ended.rollout, self.folder, iteration, self.recipe.logging)
-        if last or (iteration > 0 and iteration % self.recipe.training.checkpoint_every == 0):
+        if iteration == training.iterations or (iteration > 0 and iteration % training.checkpoint_every == 0):
             whole = self.folder / "checkpoints" / f"{iteration:06d}.ckpt"
             unfinished = whole.with_name(f".{whole.name}")  # a run may be killed at any time
             trainer.save_checkpoint(unfinished)
             if trainer.is_global_zero:
                 _put(unfinished, whole)
-            for old in checkpoints(self.folder)[: -self.recipe.training.keep_checkpoints] if trainer.is_global_zero else []:
+            for old in checkpoints(self.folder)[: -training.keep_checkpoints] if trainer.is_global_zero else []:
                 _remove(old)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Export while every process still holds its part of the weights."""
-        assert isinstance(module, CreditModule)
+        assert isinstance(module, Loop)
         self.display.show(stage="export")
         unfinished = self.folder / ".policy"
         save(module.agent.actor, self.tokenizer, unfinished if trainer.is_global_zero else None)
@@ -135,15 +122,6 @@ class Recorder(Callback):
         drop_after(self.folder, reached)
         for later in [path for path in checkpoints(self.folder) if int(path.stem) > reached]:  # they could not be read
             _remove(later)
-
-    def _evaluate(self, trainer: Trainer) -> dict[str, float]:
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, RolloutData)
-        self.display.show(stage="evaluate")
-        started = time.perf_counter()
-        return evaluate(self.recipe, data.collector.engine, self.tokenizer, Ranks.current()) | {
-            "time/evaluate": time.perf_counter() - started
-        }
 
     def _log(self, trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
         for logger in trainer.loggers:

@@ -13,7 +13,7 @@ from cct.recipe import Recipe, RecipeError
 from .agent import Agent
 from .building import build
 from .export import checkpoint_of
-from .module import RolloutData
+from .loop import STATE
 
 
 def restore(run: Path, iteration: int | None = None) -> tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]:
@@ -29,4 +29,4 @@ def restore(run: Path, iteration: int | None = None) -> tuple[Recipe, Agent, Tok
     agent, tokenizer, _ = build(recipe.model_copy(update={"policy": bare}))
     saved = torch.load(checkpoint, map_location="cpu", weights_only=False)
     agent.load_state_dict({name.removeprefix("agent."): weight for name, weight in saved["state_dict"].items()})
-    return recipe, agent, tokenizer, saved[RolloutData.__name__]["moments"], int(checkpoint.stem)
+    return recipe, agent, tokenizer, saved[STATE]["moments"], int(checkpoint.stem)

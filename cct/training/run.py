@@ -21,14 +21,12 @@ from cct.recipe import Recipe, RecipeError
 
 from .building import build
 from .callbacks import Display, JsonLinesLogger, Recorder
-from .collect import Collector
+from .evaluation import evaluate, evaluate_frozen, evaluate_sampled
 from .export import export, newest_readable, quiet
 from .folder import checkpoints, has_begun, must_be_trained, new_folder, read_metrics, to_resume, write_whole
-from .module import CreditModule, RolloutData
-from .pass_at_k import evaluate_sampled
+from .loop import Loop
 from .profile import Profile
-from .ranks import Ranks
-from .rows import evaluate, evaluate_frozen
+from .sampler import Sampler
 from .strategies import strategy_of
 
 
@@ -82,7 +80,7 @@ def train(
         console = Console(quiet=True)
     with Display(recipe, console) as display:
         agent, tokenizer, reference = build(recipe, display.warm_start, display.say)
-        collector = Collector(recipe, agent, tokenizer, reference)
+        loop = Loop(recipe, agent, tokenizer, reference)
         profiler = Profile(folder, console, recipe.training.precision == "bf16") if profile else None
 
         def on_stage(stage: str) -> None:
@@ -90,9 +88,12 @@ def train(
             if profiler is not None:
                 profiler.on_stage(stage)
 
-        collector.on_stage = on_stage
+        loop.on_stage = on_stage
+        if profiler is not None:
+            loop.before_update = lambda minibatches: profiler.before_update(agent, loop.iteration, minibatches)
+        resumed = int(checkpoint.stem) if checkpoint else None
         callbacks: list[Callback] = [] if profiler is None else [profiler]
-        callbacks.append(Recorder(recipe, folder, tokenizer, display, profiler))
+        callbacks.append(Recorder(recipe, folder, tokenizer, display, profiler, resumed))
         trainer = Trainer(
             max_epochs=recipe.training.critic_warmup + recipe.training.iterations,
             precision="bf16-mixed" if recipe.training.precision == "bf16" else "32-true",
@@ -100,7 +101,7 @@ def train(
             strategy=strategy_of(recipe),
             devices=recipe.training.devices,
             num_nodes=recipe.training.nodes,
-            logger=_loggers(recipe, folder, int(checkpoint.stem) if checkpoint else 0) if folder is not None else [],
+            logger=_loggers(recipe, folder, resumed or 0) if folder is not None else [],
             callbacks=callbacks,
             default_root_dir=folder,
             enable_checkpointing=False,
@@ -108,15 +109,13 @@ def train(
             enable_model_summary=False,
         )
         try:
-            trainer.fit(
-                CreditModule(recipe, agent), datamodule=RolloutData(recipe, collector), ckpt_path=checkpoint, weights_only=False
-            )
+            trainer.fit(loop, ckpt_path=checkpoint, weights_only=False)
         except SystemExit as left:
             if isinstance(left.__context__, KeyboardInterrupt):  # Lightning makes an exit of it
                 raise KeyboardInterrupt from None
             raise
         finally:
-            collector.close()
+            loop.sampler.close()
             close_workers()
             saved = checkpoints(folder) if folder else []
             if display.history and saved and int(saved[-1].stem) < recipe.training.iterations:
@@ -161,12 +160,12 @@ def evaluate_run(folder: Path, samples: int = 0, ks: Sequence[int] = (1,)) -> di
         [f"policy={{use: pretrained, path: {path}}}", *(f"policy.{knob}=" for knob in start)],
     )
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
-    engine = recipe.generation.open(actor, tokenizer)
+    sampler = Sampler(recipe, actor, tokenizer)
     try:
-        metrics = evaluate(recipe, engine, tokenizer, Ranks()) | evaluate_frozen(recipe, engine, tokenizer, Ranks())
-        return metrics | (evaluate_sampled(recipe, engine, tokenizer, samples, ks) if samples else {})
+        metrics = evaluate(sampler) | evaluate_frozen(sampler)
+        return metrics | (evaluate_sampled(sampler, samples, ks) if samples else {})
     finally:
-        engine.close()
+        sampler.close()
         close_workers()
 
 

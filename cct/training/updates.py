@@ -1,29 +1,26 @@
-"""The two Lightning objects: a module that turns minibatches into losses, and a data module that makes them."""
+"""The updates: one optimizer step of the policy or of the critic, whatever strategy shares the weights."""
 
 from __future__ import annotations
 
 import math
-import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import nullcontext
-from collections import defaultdict
 from typing import Any
 
 import torch
-from lightning import LightningDataModule, LightningModule
+from lightning import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cct.critic.functional import prompt_numbers
 from cct.recipe import Recipe
 from cct.registry import described
 
 from .agent import Agent
-from .batching import Minibatch
-from .collect import Collector, Iteration
-from .lessons import Lesson
+from .minibatches import CriticBatch, PolicyBatch
 from .ranks import Ranks
 from .stopped import TrainingStopped, blamed_on
 
@@ -33,34 +30,6 @@ FINAL_LEARNING_RATE = 0.1  # share of the actor's learning rate that linear and 
 def iteration_of(recipe: Recipe, epoch: int) -> int:
     """Iteration number of a Lightning epoch: the critic's warm-up ends at 0, the first policy update is 1."""
     return epoch + 1 - recipe.training.critic_warmup
-
-
-class RolloutData(LightningDataModule):
-    """An epoch is an iteration, its one batch nothing."""
-
-    def __init__(self, recipe, collector):
-        super().__init__()
-        self.recipe, self.collector = recipe, collector
-        self.current = None
-        self.done = None
-
-    def train_dataloader(self):
-        return DataLoader([0], batch_size=None)
-
-    def finish(self, iteration):
-        ended, self.current, self.done = self.current, None, iteration
-        self.collector.remember(ended)
-        return ended
-
-    def state_dict(self):
-        lessons = [lesson.saved for lesson in self.collector.past]
-        return {"moments": self.collector.moments, "done": self.done, "lessons": lessons}
-
-    def load_state_dict(self, state_dict):
-        self.collector.moments, self.done = state_dict["moments"], state_dict["done"]
-        device = self.collector.agent.actor.device
-        lessons = state_dict.get("lessons", [])
-        self.collector.past = [Lesson(**{name: x.to(device) for name, x in saved.items()}) for saved in lessons]
 
 
 class PassAdamW(torch.optim.AdamW):
@@ -81,17 +50,16 @@ class PassAdamW(torch.optim.AdamW):
         return loss
 
 
-class CreditModule(LightningModule):
-    """Actor, critic and geometry: one loss per minibatch, for the critic or for the policy."""
+class Updates(LightningModule):
+    """Actor, critic and geometry: a loss per minibatch, for the critic or for the policy, and a step on it."""
 
     def __init__(self, recipe: Recipe, agent: Agent):
         super().__init__()
-        self.automatic_optimization = False
+        self.automatic_optimization = False  # an iteration takes several steps
         self.recipe, self.agent = recipe, agent
-        self.sums: dict[str, float] = defaultdict(float)  # over this process's micro-batches
+        self.sums: dict[str, float] = defaultdict(float)  # over this process's batches
         self.norms: dict[str, list[float]] = defaultdict(list)  # of each optimizer step, the same on every process
-        self.update_started = 0.0
-        self.learns = "actor"  # or the critic: who the present minibatch is for
+        self.steps = Counter[str]()  # of the optimizer, by who learnt: actor, critic
         self.parameters_of: dict[str, list[torch.nn.Parameter]] = {}
 
     @property
@@ -142,75 +110,71 @@ class CreditModule(LightningModule):
             group["lr"], group["initial_lr"] = rate * pace(schedule.last_epoch), rate
             group["weight_decay"] = self.recipe.training.weight_decay
 
-    def training_step(self, batch, batch_index):
-        with torch.autocast(self.device.type, enabled=False):
-            data = self.trainer.datamodule
-            data.current = data.collector.collect(self.iteration)
-            self.sums.clear()
-            self.norms.clear()
-            self.update_started = time.perf_counter()
-            each = self.each = data.current.micro_batches
-            for start in range(0, len(data.current.updates), each):
-                self._step(data.current.updates[start : start + each])
-
-    def _step(self, parts):
-        optimizer = self.optimizers()
-        learns = self.learns = "actor" if parts[0].trace is None else "critic"
+    # --- one step -----------------------------------------------------------------------------
+    def update(self, batches: Sequence[PolicyBatch] | Sequence[CriticBatch]) -> None:
+        """One optimizer step, of the policy or of the critic, on this process's batches of a minibatch."""
+        learner = "actor" if isinstance(batches[0], PolicyBatch) else "critic"
+        optimizer, deepspeed, strategy = self.optimizers(), self._deepspeed, self.trainer.strategy
+        assert not isinstance(optimizer, list)
         for group in optimizer.param_groups:
-            group["active"] = group["name"] == learns
-        for name, parameters in self.parameters_of.items():
+            group["active"] = group["name"] == learner
+        for name, parameters in self.parameters_of.items():  # or ZeRO-3 takes the other's last gradients into the norm
             for parameter in parameters:
-                parameter.requires_grad_(name == learns)
-        engine = self._deepspeed
+                parameter.requires_grad_(name == learner)
         optimizer.zero_grad()
-        for number, part in enumerate(parts, 1):
-            if engine is not None:
-                engine.set_gradient_accumulation_boundary(number == len(parts))
-            loss = self._policy_loss(part) if learns == "actor" else self._critic_loss(part)
-            last = number == len(parts)
-            with nullcontext() if last or engine is not None or not hasattr(self.trainer.strategy, "block_backward_sync") else self.trainer.strategy.block_backward_sync():
+        for number, batch in enumerate(batches, 1):
+            last = number == len(batches)
+            if deepspeed is not None:
+                deepspeed.set_gradient_accumulation_boundary(last)
+            loss = self._policy_loss(batch) if isinstance(batch, PolicyBatch) else self._critic_loss(batch)
+            later = isinstance(strategy, ParallelStrategy) and not last  # the processes share gradients once a step
+            with strategy.block_backward_sync() if later else nullcontext():  # type: ignore[attr-defined]
+                # The weights divide by the whole minibatch already; the strategy averages over processes.
                 self.manual_backward(loss * Ranks.current().world)
-            if engine is not None and not last:
-                optimizer.step()
-        if engine is None:
-            self.configure_gradient_clipping(optimizer)
+            if deepspeed is not None and not last:
+                deepspeed.step()
+        if deepspeed is None:
+            self._clip(learner)
         optimizer.step()
-        if engine is not None:
-            norm = torch.as_tensor(engine.get_global_grad_norm())
-            self._finite(norm, f"{self.learns} (gradient)")
-            self.norms[f"{self.learns}/gradient_norm"].append(float(norm))
+        if deepspeed is not None:  # which clips by itself
+            self._record_norm(learner, torch.as_tensor(deepspeed.get_global_grad_norm()))
+        self.steps[learner] += 1
 
     @property
     def _deepspeed(self) -> Any:
         """DeepSpeed's engine, which is told where a step ends, and left to count micro-batches of one; None without it."""
         return getattr(self.trainer.strategy, "deepspeed_engine", None)
 
-    def _critic_loss(self, batch: Minibatch) -> torch.Tensor:
-        assert (
-            batch.trace is not None
-            and batch.value_targets is not None
-            and batch.numbers is not None
-            and self.recipe.critic is not None
-            and self.agent.critic is not None
-        )
+    def _clip(self, learner: str) -> None:
+        """Actor and critic are clipped each by its own norm, so that a loud critic does not shrink the policy's step."""
+        touched = [p for p in self.parameters_of[learner] if p.grad is not None]
+        if touched:
+            norm = torch.nn.utils.clip_grad_norm_(touched, self.recipe.training.gradient_clip)
+            self._record_norm(learner, norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _record_norm(self, learner: str, norm: torch.Tensor) -> None:
+        self._finite(norm, f"{learner} (gradient)")
+        self.norms[f"{learner}/gradient_norm"].append(float(norm))
+
+    def _critic_loss(self, batch: CriticBatch) -> torch.Tensor:
+        assert self.recipe.critic is not None and self.agent.critic is not None
         mask, width = batch.mask, batch.mask.shape[1]
         raw = self.agent.values(batch.trace, width)[0][:, :-1]
         raw = raw.masked_fill(~mask.view(*mask.shape, *[1] * (raw.dim() - 2)), 0.0)
         old = batch.trace.values[:, :-1] if batch.trace.values is not None else None
-        dealt = prompt_numbers(batch.input_ids[:, :-width], batch.attention_mask[:, :-width])
+        keys = batch.prompt_keys
         if self.agent.critic.head.split == "responses":  # not always the same critic first, as they may not divide evenly
-            dealt = dealt + batch.numbers
+            keys = keys + batch.ranks
         targets = batch.value_targets.masked_fill(~mask, 0.0)
         with blamed_on(f"critic '{self.recipe.critic.use}' (loss)", self.iteration):
-            per_token = self.agent.critic.head.loss(raw, targets, old, dealt).masked_fill(~mask, 0.0)
+            per_token = self.agent.critic.head.loss(raw, targets, old, keys).masked_fill(~mask, 0.0)
         loss = (batch.token_weights * per_token).sum()
         self._finite(loss, f"critic '{self.recipe.critic.use}' (loss)")
-        self._count(**{"critic/loss": loss.detach(), "critic/batches": torch.ones(())})
+        self._count(**{"critic/loss": loss.detach()})
         return loss
 
-    def _policy_loss(self, batch: Minibatch) -> torch.Tensor:
-        assert batch.loss_weights is not None and batch.advantages is not None
-        reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1], with_entropy=not batch.read_before)
+    def _policy_loss(self, batch: PolicyBatch) -> torch.Tensor:
+        reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1], with_entropy=batch.with_entropy)
         old_logprobs = reading.logprobs.detach() if batch.logprobs is None else batch.logprobs
         chosen = () if batch.marked is None else (batch.marked,)
         geometry = f"geometry '{self.recipe.geometry.use}'"
@@ -224,12 +188,12 @@ class CreditModule(LightningModule):
                     f"{geometry} returned {described(value)} as {name} in iteration {self.iteration}; expected a tensor of "
                     f"shape {tuple(batch.mask.shape)}"
                 )
-        if not batch.read_before:
+        if batch.with_entropy:
             metrics["entropy"] = reading.entropy.masked_fill(~batch.mask, 0.0)
         loss = (batch.loss_weights * per_token).sum()
         self._finite(loss, f"{geometry} (loss)")
         means = {f"policy/{name}": (batch.token_weights * value).sum() for name, value in metrics.items()}
-        self._count(**means, **{"policy/loss": loss.detach(), "policy/batches": torch.ones(())})
+        self._count(**means, **{"policy/loss": loss.detach()})
         return loss
 
     def _finite(self, value: torch.Tensor, name: str) -> None:
@@ -240,26 +204,12 @@ class CreditModule(LightningModule):
         for name, value in metrics.items():
             self.sums[name] += float(value)
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Actor and critic are clipped each by its own norm, so that a loud critic does not shrink the policy's step."""
-        for group in optimizer.param_groups:
-            touched = [p for p in group["params"] if p.grad is not None]
-            if touched:
-                norm = torch.nn.utils.clip_grad_norm_(touched, self.recipe.training.gradient_clip)
-                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-                self._finite(norm, f"{group['name']} (gradient)")
-                self.norms[f"{group['name']}/gradient_norm"].append(float(norm))
-
     def update_metrics(self) -> dict[str, float]:
-        """Means over the epoch's optimizer steps, of the critic and of the policy each, over all processes."""
-        ranks = Ranks.current()
-        everyone = ranks.gather(dict(self.sums))
-        sums = {name: sum(part[name] for part in everyone) for name in self.sums}
-        each = self.each * ranks.world  # batches in one optimizer step
-        means = {
-            name: total / (sums[f"{name.split('/')[0]}/batches"] / each)
-            for name, total in sums.items()
-            if not name.endswith("/batches")
-        }
+        """Means over the iteration's optimizer steps, of the critic and of the policy each, over all processes; counts anew."""
+        everyone = Ranks.current().gather(dict(self.sums))
+        steps = {"policy": self.steps["actor"], "critic": self.steps["critic"]}
+        means = {name: sum(part[name] for part in everyone) / steps[name.split("/")[0]] for name in self.sums}
         norms = {name: sum(values) / len(values) for name, values in self.norms.items()}
-        return means | norms | {"time/update": time.perf_counter() - self.update_started}
+        for counted in (self.sums, self.norms, self.steps):
+            counted.clear()
+        return means | norms

@@ -1,0 +1,179 @@
+"""The training loop: one iteration of reinforcement learning, from prompts to an updated policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cct.recipe import Recipe
+from cct.rollout import Credit, Rollout, Trace, derive_seed
+
+from .agent import Agent
+from .credit import Estimator, random_order
+from .evaluation import evaluate
+from .metrics import rollout_metrics
+from .minibatches import CriticBatch, CriticData, Plan, PolicyBatch, forward_plans, passes, policy_batches
+from .ranks import Ranks
+from .sampler import Row, Sampler
+from .updates import Updates
+
+STATE = "RolloutData"  # of a checkpoint: what the loop remembers beside weights and optimizer
+
+
+@dataclass
+class Iteration:
+    """What an iteration leaves behind for those who watch the run."""
+
+    number: int
+    rows: list[Row]  # in the order of the prompts
+    advantages: list[float]  # of each of them, mean over its tokens
+    rollout: Rollout  # as the transport saw it
+    metrics: dict[str, float]
+
+
+class Loop(Updates):
+    """Lightning's module: an epoch is an iteration, and its one training step is the algorithm.
+
+    Every random choice derives from (recipe seed, purpose, iteration), so iteration n is the same whether a run got there in
+    one go or was resumed.
+    """
+
+    def __init__(self, recipe: Recipe, agent: Agent, tokenizer: PreTrainedTokenizerBase, reference: PreTrainedModel | None):
+        super().__init__(recipe, agent)
+        self.sampler = Sampler(recipe, agent.actor, tokenizer)
+        self.estimator = Estimator(recipe, agent, reference)
+        self.past: list[CriticData] = []  # what the critic goes on learning from, the newest iteration first
+        self.on_stage: Callable[[str], None] = lambda stage: None
+        self.before_update: Callable[[Sequence[Sequence[PolicyBatch | CriticBatch]]], None] = lambda minibatches: None
+        self.ended: Iteration | None = None
+        self.evaluated: dict[str, float] = {}  # the newest evaluation
+
+    def training_step(self, *_: Any) -> None:
+        """One iteration: sample, judge, read, transport; passes of the critic and of the policy; sync, evaluate."""
+        recipe, training, sampler, estimator = self.recipe, self.recipe.training, self.sampler, self.estimator
+        iteration, ranks, clock, metrics = self.iteration, Ranks.current(), Clock(self.on_stage), dict[str, float]()
+
+        def seed(purpose: str) -> int:
+            return derive_seed(recipe.seed, purpose, iteration)
+
+        with torch.autocast(self.device.type, enabled=False):  # the agent's forwards say themselves what is in bfloat16
+            # What happened. Rows are in random order from here on: minibatches are cut from them.
+            sampled = sampler.sample(iteration, clock.begin)
+            order = random_order(recipe, iteration, len(sampled))
+            rows = [sampled[index] for index in order]
+            rollout = estimator.rollout(rows, sampler.tokenizer.pad_token_id, seed("transport"))
+            if recipe.needs("greedy"):
+                clock.begin("greedy")
+                rollout, cost = estimator.greedy(sampler, rollout, iteration)
+                metrics |= cost
+            if recipe.transport.branches:
+                clock.begin("branch")
+                rollout, cost = estimator.branch(sampler, rollout, rows, seed("branch"))
+                metrics |= cost
+            sampler.engine.rest()
+
+            # What the policy and the critic make of it.
+            traces: list[Trace] = []
+            plan, *plans = forward_plans([rollout, *self.past], training, ranks.world)
+            if estimator.reads:
+                clock.begin("behaviour")
+                rollout, traces = estimator.read(rollout, plan)
+            scores = rollout.scores  # of the evidence alone
+            rollout, cost = estimator.charge_kl(rollout)
+            metrics |= cost
+
+            # What it was worth.
+            clock.begin("transport")
+            credit, seen = estimator.credit(rollout, iteration)
+            metrics |= rollout_metrics(rollout, seen, credit, scores, recipe.geometry)
+
+            # The critic learns from it, and from iterations before it; then the policy.
+            each, generator = len(plan[0]) * training.minibatch_size // len(rows), torch.Generator()
+            generator.manual_seed(seed("minibatches"))
+            critic = self._critic_batches(rollout, credit, traces, plan, plans)
+            policy = policy_batches(
+                rollout, credit, recipe.geometry, training, plan[ranks.rank], seed("minibatches"), read=estimator.reads
+            )
+            minibatches = [
+                *passes(critic, each, training.critic_epochs, generator),
+                *passes(policy, each, training.epochs if iteration > 0 else 0, generator),
+            ]
+            self.before_update(minibatches)
+            clock.begin("update")
+            for minibatch in minibatches:
+                self.update(minibatch)
+            self.lr_schedulers().step()  # type: ignore[union-attr]
+            estimator.remember(seen)
+            metrics |= self.update_metrics() | sampler.counts()
+
+            # The engine gets the new weights.
+            if iteration > 0:
+                clock.begin("sync")
+                metrics |= sampler.sync()
+            metrics |= clock.stop(metrics["train/tokens"])
+            if iteration > 0 and (iteration == training.iterations or iteration % recipe.evaluation.every == 0):
+                metrics |= self.evaluate()
+        per_response = (credit.advantages.sum(1) / rollout.mask.sum(1).clamp(min=1)).tolist()
+        advantages = dict(zip(order, per_response, strict=True))
+        self.ended = Iteration(iteration, sampled, [advantages[number] for number in range(len(sampled))], seen, metrics)
+        if credit.value_targets is not None and training.critic_window > 1:
+            self.past = [CriticData.of(rollout, credit.value_targets), *self.past][: training.critic_window - 1]
+        self.log_dict(self.evaluated | metrics, logger=False, on_step=False, on_epoch=True, batch_size=1)  # for callbacks
+
+    def _critic_batches(
+        self, rollout: Rollout, credit: Credit, traces: list[Trace], plan: Plan, plans: Sequence[Plan]
+    ) -> list[CriticBatch]:
+        """What the critic learns from: this iteration, and those before it as the present policy reads them."""
+        if not traces or credit.value_targets is None:
+            return []
+        size, rank = self.recipe.training.minibatch_size, Ranks.current().rank
+        batches = CriticData.of(rollout, credit.value_targets).batches(plan[rank], traces, size)
+        for data, its_plan in zip(self.past, plans, strict=True):
+            batches += data.batches(its_plan[rank], data.traces(self.agent, its_plan[rank]), size)
+        return batches
+
+    def evaluate(self) -> dict[str, float]:
+        """Greedy evaluation of the present policy on the held-out problems."""
+        self.on_stage("evaluate")
+        started = time.perf_counter()
+        self.evaluated = evaluate(self.sampler)
+        return self.evaluated | {"time/evaluate": time.perf_counter() - started}
+
+    # --- Lightning ----------------------------------------------------------------------------
+    def train_dataloader(self) -> DataLoader:
+        """One batch an epoch, with nothing in it: the training step samples its own data."""
+        return DataLoader([0], batch_size=None)  # type: ignore[arg-type]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        past = [{name: x.cpu() for name, x in data.tensors.items()} for data in self.past]
+        checkpoint[STATE] = {"moments": self.estimator.moments, "lessons": past}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint[STATE]
+        self.estimator.moments = state["moments"]
+        self.past = [CriticData(**saved).to(self.agent.actor.device) for saved in state.get("lessons", [])]
+
+
+class Clock:
+    """Seconds that the stages of an iteration take."""
+
+    def __init__(self, on_stage: Callable[[str], None]):
+        self.on_stage, self.began = on_stage, list[tuple[str, float]]()
+
+    def begin(self, stage: str) -> None:
+        self.on_stage(stage)
+        self.began.append((stage, time.perf_counter()))
+
+    def stop(self, tokens: float) -> dict[str, float]:
+        """`time/STAGE` of each; `time/iteration`, up to the end of the update, and the tokens a second in it."""
+        self.began.append(("end", time.perf_counter()))
+        seconds = {f"time/{name}": after - before for (name, before), (_, after) in pairwise(self.began)}
+        whole = sum(x for name, x in seconds.items() if name != "time/sync")
+        return seconds | {"time/iteration": whole, "train/tokens_per_second": tokens / whole}
