@@ -117,8 +117,8 @@ def measure(
                 estimator = Estimator(variant, agent if variant.critic is not None else blind)
                 estimator.moments = moments
                 here = Sampler(variant, agent.actor, tokenizer, base.engine)
-                found, rollout, metrics = _estimate(estimator, here, sampled, number)
-                credit[name].append(found.advantages.cpu())
+                estimated, rollout, metrics = _estimate(estimator, here, sampled, number)
+                credit[name].append(estimated.advantages.cpu())
                 by = [metrics[metric] for metric in EXPLAINED if metric in metrics]
                 explained[name].append(by[0] if by else math.nan)
             rows.append(sampled)

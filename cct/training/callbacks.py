@@ -19,7 +19,7 @@ from cct.policy.weights import save
 from cct.recipe import Recipe
 
 from .folder import checkpoints, drop_lines_after, write_whole
-from .loop import Loop
+from .loop import Iteration, Loop
 from .profile import Profile
 from .rollouts import drop_after, store
 
@@ -87,14 +87,7 @@ class Recorder(Callback):
             self.profile.took(iteration, ended.metrics)
         if trainer.is_global_zero:
             with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-                for row, advantage in list(zip(ended.rows, ended.advantages, strict=True))[: self.recipe.logging.samples]:
-                    sample = {
-                        "prompt": row.prompt.text,
-                        "response": row.response.text,
-                        "reward": sum(row.rewards),
-                        "advantage": advantage,  # mean over the response's tokens
-                        "finished": row.response.finished,
-                    }
+                for sample in samples_of(ended, self.recipe.logging.samples):
                     file.write(json.dumps({"iteration": iteration, **sample}, ensure_ascii=False) + "\n")
             store(ended.rollout, self.folder, iteration, self.recipe.logging)
         if iteration == training.iterations or (iteration > 0 and iteration % training.checkpoint_every == 0):
@@ -128,6 +121,21 @@ class Recorder(Callback):
             logger.log_metrics(metrics, step=iteration)
             logger.save()
         self.display.iteration(iteration, metrics)
+
+
+def samples_of(ended: Iteration, count: int) -> list[dict[str, Any]]:
+    """The first responses of an iteration, for people, in the order of the prompts; `advantage` is the mean over the tokens."""
+    means = (ended.credit.advantages.sum(1) / ended.rollout.mask.sum(1).clamp(min=1)).tolist()
+    return [
+        {
+            "prompt": row.prompt.text,
+            "response": row.response.text,
+            "reward": sum(row.rewards),
+            "advantage": mean,
+            "finished": row.response.finished,
+        }
+        for _, row, mean in sorted(zip(ended.order, ended.rows, means, strict=True), key=lambda each: each[0])[:count]
+    ]
 
 
 def _put(unfinished: Path, place: Path) -> None:

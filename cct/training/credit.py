@@ -1,10 +1,10 @@
 """From judged responses to credit: the steps between the sampler and the update. No gradient here.
 
-    rollout = estimator.rollout(rows, seed)        tensors of what happened
-    rollout, cost = estimator.branch(...)          values by continuing responses, where the transport asks for them
-    rollout, traces = estimator.read(rollout)      the behaviour forward: log-probabilities, values, statistics
-    rollout, cost = estimator.charge_kl(rollout)   the KL to the reference, as a part of the rewards
-    credit, rollout = estimator.credit(rollout)    the transport, and what it read
+rollout = estimator.rollout(rows, seed)        tensors of what happened
+rollout, cost = estimator.branch(...)          values by continuing responses, where the transport asks for them
+rollout, traces = estimator.read(rollout)      the behaviour forward: log-probabilities, values, statistics
+rollout, cost = estimator.charge_kl(rollout)   the KL to the reference, as a part of the rewards
+credit, rollout = estimator.credit(rollout)    the transport, and what it read
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ class Estimator:
         metrics = {"train/greedy_reward": sum(judged) / len(judged)} if judged else {}
         return rollout.replace(greedy_scores=rollout.rewards.new_tensor(scores)[rollout.groups]), metrics
 
-    def branch(
-        self, sampler: Sampler, rollout: Rollout, rows: Sequence[Row], seed: int
-    ) -> tuple[Rollout, dict[str, float]]:
+    def branch(self, sampler: Sampler, rollout: Rollout, rows: Sequence[Row], seed: int) -> tuple[Rollout, dict[str, float]]:
         """The rollout with values of the states its transport asks for, by continuing responses from them, and the cost."""
 
         def text_of(token: int) -> str:

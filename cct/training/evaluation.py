@@ -9,7 +9,6 @@ from math import comb
 from cct.rollout import Prompt, derive_seed
 
 from .judge import scores, weigh
-from .ranks import Ranks
 from .sampler import Sampler
 
 
@@ -28,7 +27,7 @@ def evaluate_frozen(sampler: Sampler) -> dict[str, float]:
 
 
 def _greedy(sampler: Sampler, prompts: Sequence[Prompt]) -> dict[str, float]:
-    ranks, evidence = Ranks.current(), sampler.recipe.evidence
+    ranks, evidence = sampler.ranks, sampler.recipe.evidence
     mine = [prompts[number] for number in ranks.share(len(prompts))]
     responses = sampler.respond(sampler.encode(mine), None)
     scored = [scores(part, mine, responses, Counter()) for part in evidence]

@@ -19,7 +19,7 @@ from .agent import Agent
 from .credit import Estimator, random_order
 from .evaluation import evaluate
 from .metrics import rollout_metrics
-from .minibatches import CriticBatch, CriticData, Plan, PolicyBatch, forward_plans, passes, policy_batches
+from .minibatches import Batch, CriticBatch, CriticData, Plan, forward_plans, passes, policy_batches
 from .ranks import Ranks
 from .sampler import Row, Sampler
 from .updates import Updates
@@ -32,9 +32,10 @@ class Iteration:
     """What an iteration leaves behind for those who watch the run."""
 
     number: int
-    rows: list[Row]  # in the order of the prompts
-    advantages: list[float]  # of each of them, mean over its tokens
+    rows: list[Row]  # the responses, in the rollout's order
+    order: list[int]  # of each, its number among those sampled, which are in the order of the prompts
     rollout: Rollout  # as the transport saw it
+    credit: Credit
     metrics: dict[str, float]
 
 
@@ -51,81 +52,74 @@ class Loop(Updates):
         self.estimator = Estimator(recipe, agent, reference)
         self.past: list[CriticData] = []  # what the critic goes on learning from, the newest iteration first
         self.on_stage: Callable[[str], None] = lambda stage: None
-        self.before_update: Callable[[Sequence[Sequence[PolicyBatch | CriticBatch]]], None] = lambda minibatches: None
+        self.before_update: Callable[[Sequence[Sequence[Batch]]], None] = lambda minibatches: None
         self.ended: Iteration | None = None
         self.evaluated: dict[str, float] = {}  # the newest evaluation
 
-    def training_step(self, *_: Any) -> None:
+    def iterate(self, iteration: int) -> Iteration:
         """One iteration: sample, judge, read, transport; passes of the critic and of the policy; sync, evaluate."""
         recipe, training, sampler, estimator = self.recipe, self.recipe.training, self.sampler, self.estimator
-        iteration, ranks, clock, metrics = self.iteration, Ranks.current(), Clock(self.on_stage), dict[str, float]()
+        ranks, clock, metrics = Ranks.current(), Clock(self.on_stage), dict[str, float]()
 
         def seed(purpose: str) -> int:
             return derive_seed(recipe.seed, purpose, iteration)
 
-        with torch.autocast(self.device.type, enabled=False):  # the agent's forwards say themselves what is in bfloat16
-            # What happened. Rows are in random order from here on: minibatches are cut from them.
-            sampled = sampler.sample(iteration, clock.begin)
-            order = random_order(recipe, iteration, len(sampled))
-            rows = [sampled[index] for index in order]
-            rollout = estimator.rollout(rows, sampler.tokenizer.pad_token_id, seed("transport"))
-            if recipe.needs("greedy"):
-                clock.begin("greedy")
-                rollout, cost = estimator.greedy(sampler, rollout, iteration)
-                metrics |= cost
-            if recipe.transport.branches:
-                clock.begin("branch")
-                rollout, cost = estimator.branch(sampler, rollout, rows, seed("branch"))
-                metrics |= cost
-            sampler.engine.rest()
-
-            # What the policy and the critic make of it.
-            traces: list[Trace] = []
-            plan, *plans = forward_plans([rollout, *self.past], training, ranks.world)
-            if estimator.reads:
-                clock.begin("behaviour")
-                rollout, traces = estimator.read(rollout, plan)
-            scores = rollout.scores  # of the evidence alone
-            rollout, cost = estimator.charge_kl(rollout)
+        # What happened. Rows are in random order from here on: minibatches are cut from them.
+        sampled = sampler.sample(iteration, clock.begin)
+        order = random_order(recipe, iteration, len(sampled))
+        rows = [sampled[index] for index in order]
+        rollout = estimator.rollout(rows, sampler.tokenizer.pad_token_id, seed("transport"))
+        if recipe.needs("greedy"):
+            clock.begin("greedy")
+            rollout, cost = estimator.greedy(sampler, rollout, iteration)
             metrics |= cost
+        if recipe.transport.branches:
+            clock.begin("branch")
+            rollout, cost = estimator.branch(sampler, rollout, rows, seed("branch"))
+            metrics |= cost
+        sampler.engine.rest()
 
-            # What it was worth.
-            clock.begin("transport")
-            credit, seen = estimator.credit(rollout, iteration)
-            metrics |= rollout_metrics(rollout, seen, credit, scores, recipe.geometry)
+        # What the policy and the critic make of it.
+        traces: list[Trace] = []
+        plan, *plans = forward_plans([rollout, *self.past], training, ranks.world)
+        if estimator.reads:
+            clock.begin("behaviour")
+            rollout, traces = estimator.read(rollout, plan)
+        scores = rollout.scores  # of the evidence alone
+        rollout, cost = estimator.charge_kl(rollout)
+        metrics |= cost
 
-            # The critic learns from it, and from iterations before it; then the policy.
-            each, generator = len(plan[0]) * training.minibatch_size // len(rows), torch.Generator()
-            generator.manual_seed(seed("minibatches"))
-            critic = self._critic_batches(rollout, credit, traces, plan, plans)
-            policy = policy_batches(
-                rollout, credit, recipe.geometry, training, plan[ranks.rank], seed("minibatches"), read=estimator.reads
-            )
-            minibatches = [
-                *passes(critic, each, training.critic_epochs, generator),
-                *passes(policy, each, training.epochs if iteration > 0 else 0, generator),
-            ]
-            self.before_update(minibatches)
-            clock.begin("update")
-            for minibatch in minibatches:
-                self.update(minibatch)
-            self.lr_schedulers().step()  # type: ignore[union-attr]
-            estimator.remember(seen)
-            metrics |= self.update_metrics() | sampler.counts()
+        # What it was worth.
+        clock.begin("transport")
+        credit, seen = estimator.credit(rollout, iteration)
+        metrics |= rollout_metrics(rollout, seen, credit, scores, recipe.geometry)
 
-            # The engine gets the new weights.
-            if iteration > 0:
-                clock.begin("sync")
-                metrics |= sampler.sync()
-            metrics |= clock.stop(metrics["train/tokens"])
-            if iteration > 0 and (iteration == training.iterations or iteration % recipe.evaluation.every == 0):
-                metrics |= self.evaluate()
-        per_response = (credit.advantages.sum(1) / rollout.mask.sum(1).clamp(min=1)).tolist()
-        advantages = dict(zip(order, per_response, strict=True))
-        self.ended = Iteration(iteration, sampled, [advantages[number] for number in range(len(sampled))], seen, metrics)
-        if credit.value_targets is not None and training.critic_window > 1:
-            self.past = [CriticData.of(rollout, credit.value_targets), *self.past][: training.critic_window - 1]
-        self.log_dict(self.evaluated | metrics, logger=False, on_step=False, on_epoch=True, batch_size=1)  # for callbacks
+        # The critic learns from it, and from iterations before it; then the policy.
+        each, generator = len(plan[0]) * training.minibatch_size // len(rows), torch.Generator()
+        generator.manual_seed(seed("minibatches"))
+        critic = self._critic_batches(rollout, credit, traces, plan, plans)
+        policy = policy_batches(
+            rollout, credit, recipe.geometry, training, plan[ranks.rank], seed("minibatches"), read=estimator.reads
+        )
+        minibatches = [
+            *passes(critic, each, training.critic_epochs, generator),
+            *passes(policy, each, training.epochs if iteration > 0 else 0, generator),
+        ]
+        self.before_update(minibatches)
+        clock.begin("update")
+        for minibatch in minibatches:
+            self.update(minibatch)
+        self.remember(seen, credit)
+        metrics |= self.update_metrics() | sampler.counts()
+
+        # The engine gets the new weights.
+        if iteration > 0:
+            clock.begin("sync")
+            metrics |= sampler.sync()
+        metrics |= clock.stop(metrics["train/tokens"])
+        if iteration > 0 and (iteration == training.iterations or iteration % recipe.evaluation.every == 0):
+            metrics |= self.evaluate()
+        return Iteration(iteration, rows, order, seen, credit, metrics)
 
     def _critic_batches(
         self, rollout: Rollout, credit: Credit, traces: list[Trace], plan: Plan, plans: Sequence[Plan]
@@ -139,6 +133,13 @@ class Loop(Updates):
             batches += data.batches(its_plan[rank], data.traces(self.agent, its_plan[rank]), size)
         return batches
 
+    def remember(self, rollout: Rollout, credit: Credit) -> None:
+        """Let an iteration that is over count in what later ones are measured by and learn from."""
+        self.estimator.remember(rollout)
+        window = self.recipe.training.critic_window
+        if credit.value_targets is not None and window > 1:
+            self.past = [CriticData.of(rollout, credit.value_targets), *self.past][: window - 1]
+
     def evaluate(self) -> dict[str, float]:
         """Greedy evaluation of the present policy on the held-out problems."""
         self.on_stage("evaluate")
@@ -147,6 +148,13 @@ class Loop(Updates):
         return self.evaluated | {"time/evaluate": time.perf_counter() - started}
 
     # --- Lightning ----------------------------------------------------------------------------
+    def training_step(self, *_: Any) -> None:
+        with torch.autocast(self.device.type, enabled=False):  # the agent's forwards say themselves what is in bfloat16
+            self.ended = self.iterate(self.iteration)
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        metrics = self.evaluated | self.ended.metrics
+        self.log_dict(metrics, logger=False, on_step=False, on_epoch=True, batch_size=1)  # for callbacks, the user's own too
+
     def train_dataloader(self) -> DataLoader:
         """One batch an epoch, with nothing in it: the training step samples its own data."""
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]

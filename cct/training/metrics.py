@@ -54,4 +54,3 @@ def rollout_metrics(rollout: Rollout, seen: Rollout, credit: Credit, scores: Ten
     if "value_disagreement" in rollout.stats:
         metrics["critic/disagreement"] = mean(rollout.stats["value_disagreement"])
     return metrics
-

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from .stopped import blamed_on
 
 Size = tuple[int, int]  # tokens of a response, and of its prompt
 Plan = list[list[list[int]]]  # for each rank, the rows of each of its forwards, minibatch after minibatch
-Batch = TypeVar("Batch")
 
 
 @dataclass
@@ -59,6 +58,9 @@ class CriticBatch:
         return prompt_numbers(self.trace.input_ids[:, :-width], self.trace.attention_mask[:, :-width])
 
 
+Batch = PolicyBatch | CriticBatch
+
+
 def policy_batches(
     rollout: Rollout,
     credit: Credit,
@@ -90,18 +92,19 @@ def policy_batches(
     batches = []
     for rows in mine:
         columns, width = trimmed(rollout, rows)
-        take = lambda x, rows=rows, width=width: None if x is None else x[rows, :width]  # noqa: E731
+        here = (rows, slice(width))
+        reference = rollout.reference_logprobs
         batches.append(
             PolicyBatch(
                 rollout.input_ids[rows, columns],
                 rollout.attention_mask[rows, columns],
-                take(rollout.mask),
-                take(token_weights),
-                take(loss_weights),
-                take(credit.advantages),
-                None if on_policy else take(old),
-                take(marked),
-                take(rollout.reference_logprobs),
+                rollout.mask[here],
+                token_weights[here],
+                loss_weights[here],
+                credit.advantages[here],
+                logprobs=None if on_policy else old[here],
+                marked=None if marked is None else marked[here],
+                reference_logprobs=None if reference is None else reference[here],
                 with_entropy=not read,
             )
         )
@@ -165,9 +168,8 @@ class CriticData:
         weights = torch.cat([aggregation_weights(mask) for mask in self.mask.split(size)])
         batches = []
         for rows, trace in zip(mine, traces, strict=True):
-            width = trimmed(self, rows)[1]
-            take = lambda x, rows=rows, width=width: x[rows, :width]  # noqa: E731
-            batches.append(CriticBatch(trace, take(self.mask), take(weights), take(self.targets), self.numbers[rows]))
+            here = (rows, slice(trimmed(self, rows)[1]))
+            batches.append(CriticBatch(trace, self.mask[here], weights[here], self.targets[here], self.numbers[rows]))
         return batches
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from .agent import Agent
-from .minibatches import CriticBatch, PolicyBatch
+from .minibatches import Batch, PolicyBatch
 
 STAGES = ("generate", "evidence", "greedy", "branch", "behaviour", "transport", "update", "sync")
 TRACED = 2  # the iteration whose operations are recorded; recording slows it, so it does not count in the table
@@ -43,7 +43,7 @@ def _attention_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: 
 
 
 @torch.no_grad()
-def update_flops(agent: Agent, minibatches: Sequence[Sequence[PolicyBatch | CriticBatch]]) -> float:
+def update_flops(agent: Agent, minibatches: Sequence[Sequence[Batch]]) -> float:
     """Floating point operations of an update over these minibatches on this process: its products, forward and backward.
 
     Recomputation, element-wise operations and the optimizer's step are not counted.
@@ -76,7 +76,7 @@ class Profile(Callback):
         self._stage = torch.profiler.record_function(f"stage: {name}")
         self._stage.__enter__()
 
-    def before_update(self, agent: Agent, iteration: int, minibatches: Sequence[Sequence[PolicyBatch | CriticBatch]]) -> None:
+    def before_update(self, agent: Agent, iteration: int, minibatches: Sequence[Sequence[Batch]]) -> None:
         if iteration > 0:
             self.flops.append(update_flops(agent, minibatches))
 

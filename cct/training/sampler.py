@@ -52,10 +52,17 @@ class Sampler:
     What is drawn depends on a seed and a response's number only: not on the processes, nor on the batch it is sampled in.
     """
 
-    def __init__(self, recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, engine: Engine | None = None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        actor: PreTrainedModel,
+        tokenizer: Tokenizer,
+        engine: Engine | None = None,  # on the actor's weights, where one is open already
+        ranks: Ranks | None = None,  # None: those there are when something is asked for
+    ):
         self.recipe, self.actor, self.tokenizer = recipe, actor, tokenizer
         self.failures = Counter[str]()  # of evidence on all processes, since they were last counted
-        self._engine = engine
+        self._engine, self._ranks = engine, ranks
 
     # --- the engine ---------------------------------------------------------------------------
     @property
@@ -67,6 +74,10 @@ class Sampler:
             except EngineError as error:
                 raise TrainingStopped(str(error)) from error
         return self._engine
+
+    @property
+    def ranks(self) -> Ranks:
+        return self._ranks or Ranks.current()
 
     def sync(self) -> dict[str, float]:
         """Give the engine the actor's present weights. Returns metrics; raises TrainingStopped where they then differ."""
@@ -86,15 +97,13 @@ class Sampler:
         with blamed_on(f"task '{self.recipe.task.use}'", iteration):
             return self.recipe.prompts(iteration, iteration)
 
-    def sample(
-        self, iteration: int, on_stage: Callable[[str], None] = lambda stage: None
-    ) -> list[Row]:
+    def sample(self, iteration: int, on_stage: Callable[[str], None] = lambda stage: None) -> list[Row]:
         """`responses_per_prompt` judged responses to each prompt of an iteration, in the order of the prompts.
 
         on_stage: called with the name of what begins.
         """
         prompts, each = self.prompts(iteration), self.recipe.training.responses_per_prompt
-        ranks, seed = Ranks.current(), derive_seed(self.recipe.seed, "sample", iteration)
+        ranks, seed = self.ranks, derive_seed(self.recipe.seed, "sample", iteration)
         numbers, tokens = ranks.share(len(prompts) * each), self.encode(prompts)
         on_stage("generate")
         seeds = [derive_seed(seed, number) for number in numbers]
@@ -111,7 +120,7 @@ class Sampler:
 
     def greedy_scores(self, iteration: int) -> list[float]:
         """The score of one greedy response to each prompt of an iteration, NaN where it is not kept."""
-        prompts, ranks = self.prompts(iteration), Ranks.current()
+        prompts, ranks = self.prompts(iteration), self.ranks
         mine = [prompts[number] for number in ranks.share(len(prompts))]
         rewards, keep, errors = judge(self.recipe.evidence, mine, self.respond(self.encode(mine), None))
         scores = [sum(reward) if kept else math.nan for reward, kept in zip(rewards, keep, strict=True)]
@@ -140,7 +149,7 @@ class Sampler:
 
         A continuation may become as long as the response might have. Returns as well the metrics of what it cost.
         """
-        ranks, room, of_group = Ranks.current(), self.recipe.generation.max_new_tokens, {row.group: row for row in rows}
+        ranks, room, of_group = self.ranks, self.recipe.generation.max_new_tokens, {row.group: row for row in rows}
         mine = [(number, *states[number // each]) for number in ranks.share(len(states) * each)]
         completions = self.engine.generate(
             [(*of_group[group].prompt_tokens, *prefix) for _, group, prefix in mine],

@@ -57,5 +57,6 @@ def _deepspeed(training: Training, on_gpu: bool) -> Strategy:
         "logging_batch_size_per_gpu": 1,
     }
     strategy = DeepSpeedStrategy(**knobs) if on_gpu else OnCPU(**knobs, process_group_backend="gloo")
+    assert strategy.config is not None
     strategy.config["gradient_clipping"] = training.gradient_clip
     return strategy

@@ -20,7 +20,7 @@ from cct.recipe import Recipe
 from cct.registry import described
 
 from .agent import Agent
-from .minibatches import CriticBatch, PolicyBatch
+from .minibatches import Batch, CriticBatch, PolicyBatch
 from .ranks import Ranks
 from .stopped import TrainingStopped, blamed_on
 
@@ -111,7 +111,7 @@ class Updates(LightningModule):
             group["weight_decay"] = self.recipe.training.weight_decay
 
     # --- one step -----------------------------------------------------------------------------
-    def update(self, batches: Sequence[PolicyBatch] | Sequence[CriticBatch]) -> None:
+    def update(self, batches: Sequence[Batch]) -> None:
         """One optimizer step, of the policy or of the critic, on this process's batches of a minibatch."""
         learner = "actor" if isinstance(batches[0], PolicyBatch) else "critic"
         optimizer, deepspeed, strategy = self.optimizers(), self._deepspeed, self.trainer.strategy
