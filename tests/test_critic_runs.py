@@ -12,8 +12,9 @@ from cct.critic import critics
 from cct.critic.functional import group_mean
 from cct.recipe import RecipeError
 from cct.training.folder import read_metrics
-from cct.training.module import CreditModule
+from cct.training.minibatches import CriticBatch
 from cct.training.stopped import TrainingStopped
+from cct.training.updates import Updates
 from cct.transport import explained_variance, gated_gae, transports
 
 KINDS = {
@@ -62,12 +63,12 @@ def test_mini_critics_learn_from_different_responses_or_prompts(split):
     recipe = tiny("gae", f"critic={{use: mini_critics, of: value_head, count: 2, split: {split}}}",
                   "training.prompts_per_iteration=1", "training.responses_per_prompt=8")  # fmt: skip
     agent, iteration = collected(recipe)
-    module = CreditModule(recipe, agent)
-    batch = next(batch for batch in iteration.updates if batch.trace is not None)
+    module = Updates(recipe, agent)
+    batch = next(batch for batch in iteration.updates if isinstance(batch, CriticBatch))
     module._critic_loss(batch).backward()
     learns = [any(p.grad is not None and p.grad.ne(0).any() for p in tower.parameters()) for tower in agent.critic.members]
     assert sum(learns) == {"responses": 2, "prompts": 1}[split]
-    assert sorted(batch.numbers.tolist()) == list(range(8)) and torch.bincount(batch.numbers % 2).tolist() == [4, 4]
+    assert sorted(batch.ranks.tolist()) == list(range(8)) and torch.bincount(batch.ranks % 2).tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("transport", ["gae", "comp_gae"])

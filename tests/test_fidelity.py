@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from held import Held
 from scipy import stats
 from test_training import run, scattered, tiny
 
@@ -32,10 +33,9 @@ from cct.loading import dump_recipe
 from cct.policy.sampling import Completion, Engine
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Prompt, Response
-from cct.training.collect import Collector
 from cct.training.folder import checkpoints
 from cct.training.restore import restore
-from cct.training.rows import Row
+from cct.training.sampler import Row, Sampler
 from cct.transport import transports
 
 POSITIONS = ["--positions", "24", "--continuations", "8", "--batches", "2"]
@@ -109,7 +109,7 @@ def test_the_truth_of_a_known_process():
         for tokens in (right, late, wrong)
     ]
     places = [(0, 0), (0, 1), (0, 2), (1, 2), (2, 0), (2, 1)]
-    found, tokens = advantages_at(recipe, Coins(), Decoder(), rows, places, 4000, 3)
+    found, tokens = advantages_at(Sampler(recipe, None, Decoder(), Coins()), rows, places, 4000, 3)
     expected = [1 / 8, 1 / 4, 1 / 2, -1 / 2, -1 / 8, 0]
     assert [whole for whole, *_ in found] == pytest.approx(expected, abs=0.02)
     assert all(half == pytest.approx(whole, abs=0.03) for whole, *halves, _ in found for half in halves)
@@ -222,8 +222,8 @@ def test_an_oracle_scores_one_and_noise_nothing(finished):
 def test_credit_is_what_the_next_iteration_would_have_been_trained_on(finished):
     found = measure(finished, ["grpo"], batches=1, positions=20, continuations=4)
     recipe, agent, tokenizer, moments, iteration = restore(finished)
-    collector = Collector(recipe, agent, tokenizer, None)
-    collector.moments = moments
+    collector = Held(recipe, agent, tokenizer)
+    collector.estimator.moments = moments
     collected = collector.collect(iteration + 1)
     expected = [float(collected.credit.advantages[row, t]) for _, row, t in found.places]
     np.testing.assert_allclose(found.credit["comp_gae (the run's own)"], expected, atol=1e-6)
@@ -242,8 +242,8 @@ def test_what_the_critic_learnt_is_read_in_other_ways(finished):
     recipe, agent, tokenizer, moments, iteration = restore(finished)
     for way, critic in zip(ways, ({"use": "group_level"}, {"use": "group_mean", "weight": 0.0}), strict=True):
         variant = recipe.model_dump() | {"transport": {"use": "gae"}, "critic": critic | {"of": recipe.critic.model_dump()}}
-        collector = Collector(Recipe.model_validate(variant), agent, tokenizer, None)
-        collector.moments = moments
+        collector = Held(Recipe.model_validate(variant), agent, tokenizer)
+        collector.estimator.moments = moments
         credit = collector.collect(iteration + 1).credit.advantages
         np.testing.assert_allclose(
             found.credit[f"gae, {way}"], [float(credit[row, t]) for _, row, t in found.places], atol=1e-6

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from held import Held
 from test_training import build, collected, final_state, run, tiny
 from torch.testing import assert_close
 
 from cct.geometry import kl_estimate, mark_top_covariances
-from cct.training.collect import Collector
 from cct.training.folder import read_metrics
+from cct.training.minibatches import PolicyBatch
 
 COVARIANCE = ["geometry={use: kl_cov, share: 0.2, coef: 5}", "training.epochs=2"]
 
@@ -33,7 +34,7 @@ def test_what_is_chosen_is_of_the_whole_minibatch_however_it_is_divided():
     for size in (8, 2):
         recipe = tiny("compo", *COVARIANCE, f"training.micro_batch_size={size}")
         _, iteration = collected(recipe)
-        rollout, policy = iteration.rollout, [batch for batch in iteration.updates if batch.trace is None]
+        rollout, policy = iteration.rollout, [batch for batch in iteration.updates if isinstance(batch, PolicyBatch)]
         number_of = {emitted(*row): n for n, row in enumerate(zip(rollout.input_ids, rollout.attention_mask, strict=True))}
         assert len(number_of) == 16
         for start in range(0, 16, 8):
@@ -77,7 +78,7 @@ def test_the_kl_is_each_token_s_cost_before_the_transport(estimator):
         recipe = tiny("gae", *(with_kl if weight else knobs))
         agent, tokenizer, reference = build(tiny("gae", *with_kl))
         moved(agent)
-        iteration = Collector(recipe, agent, tokenizer, reference).collect(1)
+        iteration = Held(recipe, agent, tokenizer, reference).collect(1)
         rewards[weight] = iteration.rollout.rewards
     rollout = iteration.rollout
     kl = kl_estimate(rollout.logprobs, rollout.reference_logprobs, rollout.mask, estimator or "k1")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_mask, make_rollout
+from held import Held
 from test_training import build, run, tiny
 
 from cct.critic.combined import GroupCritic
@@ -19,8 +20,7 @@ from cct.evidence.base import plain
 from cct.geometry.ppo_clip import PPOClip
 from cct.handover import HandoverError, check, read_only
 from cct.rollout import Credit, Prompt, Response, TokenEntropy
-from cct.training.collect import Collector
-from cct.training.rows import judge
+from cct.training.judge import judge
 from cct.training.stopped import TrainingStopped
 from cct.transport import Gate, Transport, transports
 from cct.transport.gate import EntropyGate, ProductGate, TurnGate
@@ -143,14 +143,14 @@ class Baseline(GroupCritic):
 def made():
     recipe = tiny("compo")
     agent, tokenizer, _ = build(recipe)
-    return recipe, agent, tokenizer, Collector(recipe, agent, tokenizer, None).sample(1)
+    return recipe, agent, tokenizer, Held(recipe, agent, tokenizer).sampler.sample(1)
 
 
 def stopped(made, iteration: int = 1, **parts: Any) -> str:
     """What the run says that has these parts."""
     recipe, agent, tokenizer, sampled = made
     with pytest.raises(TrainingStopped) as caught:
-        Collector(recipe.model_copy(update=parts), agent, tokenizer, None).collect(iteration, sampled)
+        Held(recipe.model_copy(update=parts), agent, tokenizer, rows=sampled).collect(iteration)
     return str(caught.value)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 import io
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import make_mask, make_rollout
+from held import Held
 from pydantic import ValidationError
 from rich.console import Console
 from test_recipe import NO_CRITIC, RECIPES, over, the_problem, write
@@ -24,10 +26,10 @@ from cct.loading import load_recipe
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Prompt, Response
 from cct.training.agent import Agent
-from cct.training.batching import Minibatch
 from cct.training.building import build
-from cct.training.collect import Collector, Iteration
-from cct.training.rows import judge
+from cct.training.callbacks import samples_of
+from cct.training.judge import judge
+from cct.training.minibatches import CriticBatch, PolicyBatch
 from cct.training.run import resume
 from cct.training.stopped import TrainingStopped
 from cct.transport import explained_variance, gated_gae, group_advantage, transports, whiten
@@ -41,10 +43,10 @@ class Sampled:
 
     recipe: Recipe
     agent: Agent
-    iteration: Iteration
+    iteration: SimpleNamespace
 
-    def minibatches(self, of: str) -> list[Minibatch]:
-        return [batch for batch in self.iteration.updates if (batch.trace is None) == (of == "policy")]
+    def minibatches(self, of: str) -> list[PolicyBatch] | list[CriticBatch]:
+        return [batch for batch in self.iteration.updates if isinstance(batch, PolicyBatch) == (of == "policy")]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +57,7 @@ def sampled(tmp_path_factory) -> Sampled:
     with torch.no_grad():
         for parameter in agent.critic.parameters():  # which else says the same of every state
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    iteration = Collector(recipe, agent, tokenizer, None).collect(1)
+    iteration = Held(recipe, agent, tokenizer).collect(1)
     assert iteration.rollout.scores.unique().numel() > 4 and not iteration.rollout.mask.all()
     return Sampled(recipe, agent, iteration)
 
@@ -196,14 +198,14 @@ def test_after_a_sync_the_engine_samples_from_the_new_weights(on_a_copy):
     """On the weights being trained, and on a copy, as of split ones. test_vllm holds vLLM to it, and to stop where stale."""
     recipe = tiny("grpo")
     agent, tokenizer, _ = build(recipe)
-    collector = Collector(recipe, agent, tokenizer, None)
+    collector = Held(recipe, agent, tokenizer)
     if on_a_copy:
-        collector.engine.model = copy.deepcopy(agent.actor)
+        collector.sampler.engine.model = copy.deepcopy(agent.actor)
     before = collector.collect(1).rollout
     with torch.no_grad():
         for parameter in agent.actor.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    collector.sync()
+    collector.sampler.sync()
     after = collector.collect(1).rollout  # the same prompts and seeds
     assert not torch.equal(after.input_ids, before.input_ids)
     assert_close(after.logprobs[after.mask], after.rollout_logprobs[after.mask], rtol=0, atol=1e-5)
@@ -222,7 +224,7 @@ def test_the_seed_reaches_the_sampler(tmp_path):
 
     def sample(seed: int) -> list[list[int]]:
         """Prompts with their responses, in an order that does not depend on how rows are shuffled."""
-        collector = Collector(recipe.model_copy(update={"seed": seed}), agent, tokenizer, None)
+        collector = Held(recipe.model_copy(update={"seed": seed}), agent, tokenizer)
         return sorted(collector.collect(1).rollout.input_ids.tolist())
 
     one, again, other = sample(5), sample(5), sample(6)
@@ -285,7 +287,7 @@ def test_a_reward_function_s_exception_ends_the_run_only_where_the_recipe_says_s
 
 def test_logged_advantages_are_those_trained_on(sampled):
     seen = torch.cat([batch.advantages[batch.mask] for batch in sampled.minibatches("policy")])
-    metrics, samples = sampled.iteration.metrics, sampled.iteration.samples
+    metrics, samples = sampled.iteration.metrics, samples_of(sampled.iteration, 8)
     assert metrics["advantage/mean"] == pytest.approx(float(seen.mean()), abs=1e-6)
     assert metrics["advantage/std"] == pytest.approx(float(seen.std(correction=0)), rel=1e-5)
     trained = {}
@@ -296,7 +298,7 @@ def test_logged_advantages_are_those_trained_on(sampled):
             trained[tuple(tokenizer.decode(x, skip_special_tokens=True) for x in texts)] = float(advantages[mask].mean())
     assert len(samples) == 8
     for sample in samples:
-        assert sample.advantage == pytest.approx(trained[sample.prompt, sample.response], abs=1e-5)
+        assert sample["advantage"] == pytest.approx(trained[sample["prompt"], sample["response"]], abs=1e-5)
 
 
 def test_explained_variance_is_against_the_monte_carlo_return_and_not_what_the_critic_bootstraps_itself(sampled):

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from held import Held
 from rich.console import Console
 from test_cli import cct_process, python
 from test_training import RECIPES, TINY, TINY_CHAIN, assert_same_tensors, final_state, run, tiny
@@ -28,10 +29,9 @@ from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response
 from cct.task.chain_arithmetic import ChainArithmetic
 from cct.training.building import build
-from cct.training.collect import Collector
 from cct.training.export import export
 from cct.training.folder import checkpoints, read_lines, read_metrics
-from cct.training.rows import judge
+from cct.training.judge import judge
 from cct.training.run import resume, start
 from cct.training.stopped import TrainingStopped
 from cct.training.strategies import strategy_of
@@ -390,7 +390,7 @@ def test_a_transport_that_breaks_its_promise_is_named(gives, says, broken):
     line = line_of(path, "KeyError" if gives == "error" else "reshape")
     says = says.replace("FILE", str(path)).replace("LINE", str(line))
     with pytest.raises(TrainingStopped, match=rf"^transport '{name}' {says}"):
-        Collector(recipe, agent, tokenizer, None).collect(1)
+        Held(recipe, agent, tokenizer).collect(1)
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_a_gate_that_breaks_its_promise_is_named(gate, says, broken):
     agent, tokenizer, _ = build(recipe)
     says = says.replace("NAME", name).replace("FILE:LINE", f"{path}:{line_of(path, 'rollout.nothing')}")
     with pytest.raises(TrainingStopped, match=says):
-        Collector(recipe, agent, tokenizer, None).collect(1)
+        Held(recipe, agent, tokenizer).collect(1)
 
 
 @pytest.mark.parametrize(

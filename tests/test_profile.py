@@ -7,13 +7,12 @@ import re
 
 import pytest
 import torch
+from held import Held
 from rich.console import Console
 from test_training import tiny
 
 from cct.training.building import build
-from cct.training.collect import Collector
 from cct.training.folder import new_folder
-from cct.training.module import CreditModule
 from cct.training.profile import measured_peak, update_flops
 from cct.training.run import train
 
@@ -42,15 +41,14 @@ def test_the_profile_names_each_stage_and_writes_a_trace(tmp_path):
 def test_flops_of_an_update_are_the_products_of_forward_and_backward():
     recipe = tiny("grpo", "training.minibatch_size=16")
     agent, tokenizer, reference = build(recipe)
-    iteration = Collector(recipe, agent, tokenizer, reference).collect(1)
-    module = CreditModule(recipe, agent)
+    iteration = Held(recipe, agent, tokenizer, reference).collect(1)
     (batch,) = iteration.updates
     (rows, length), width = batch.input_ids.shape, batch.mask.shape[1]
     config = agent.actor.config
     layers = sum(m.weight.numel() for m in agent.actor.model.layers.modules() if isinstance(m, torch.nn.Linear))
     attention = config.num_hidden_layers * config.num_attention_heads * 2 * length**2 * config.head_dim
     forward = 2 * rows * (length * layers + width * config.hidden_size * config.vocab_size + attention)
-    assert update_flops(module, iteration) == 3 * forward
+    assert update_flops(agent, [iteration.updates]) == 3 * forward
 
 
 def test_the_peak_is_a_rate():

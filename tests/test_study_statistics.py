@@ -20,7 +20,7 @@ from cct.study.statistics import (
     paired_difference,
     why_unstable,
 )
-from cct.training.pass_at_k import pass_at_k
+from cct.training.evaluation import pass_at_k
 
 T_4 = 2.7764451051977987  # 97.5% quantile of Student's t with 4 degrees of freedom, from a table
 

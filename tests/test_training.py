@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from held import Held
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -23,12 +24,13 @@ from cct.loading import dump_recipe, load_recipe
 from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response, derive_seed
 from cct.training.building import build
-from cct.training.collect import Collector
 from cct.training.export import export
 from cct.training.folder import checkpoints, new_folder, read_metrics
+from cct.training.judge import judge
+from cct.training.minibatches import CriticBatch, PolicyBatch
 from cct.training.ranks import Ranks
-from cct.training.rows import greedy_scores, judge, respond
 from cct.training.run import evaluate_run, resume, start, train
+from cct.training.sampler import Sampler
 from cct.training.stopped import TrainingStopped
 from cct.training.warm_start import warm_start
 
@@ -119,11 +121,11 @@ def scattered(tmp_path, recipe="remax", *sets):
 def test_remax_takes_the_score_of_the_present_policy_s_greedy_response(tmp_path):
     recipe = scattered(tmp_path)
     agent, tokenizer, _ = build(recipe)
-    collector = Collector(recipe, agent, tokenizer, None)
+    collector = Held(recipe, agent, tokenizer)
     found = collector.collect(2)
     prompts = recipe.task.prompts(recipe.seed, 4, 4)
     tokens = [recipe.policy.encode(tokenizer, prompt.text) for prompt in prompts]
-    responses = respond(recipe, collector.engine, tokenizer, tokens, None)
+    responses = collector.sampler.respond(tokens, None)
     greedy = [recipe.evidence[0](prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
     assert len(set(greedy)) > 1
     rollout = found.rollout
@@ -138,7 +140,7 @@ def test_greedy_responses_are_sampled_only_where_a_part_needs_them(tmp_path):
     def collect(*sets):
         recipe = scattered(tmp_path, "rloo", *sets)
         agent, tokenizer, _ = build(recipe)
-        return Collector(recipe, agent, tokenizer, None).collect(1)
+        return Held(recipe, agent, tokenizer).collect(1)
 
     plain, wrapped = collect(), collect("transport={use: high_entropy, of: remax}")
     assert plain.rollout.greedy_scores is None and not {"train/greedy_reward", "time/greedy"} & {*plain.metrics}
@@ -155,9 +157,8 @@ def test_processes_share_the_greedy_responses(tmp_path):
 
     recipe = scattered(tmp_path)
     agent, tokenizer, _ = build(recipe)
-    engine, prompts = Collector(recipe, agent, tokenizer, None).engine, recipe.task.prompts(0, 0, 4)
-    whole, _ = greedy_scores(recipe, engine, tokenizer, prompts, Ranks())
-    parts = [greedy_scores(recipe, engine, tokenizer, prompts, Alone(rank, 3))[0] for rank in range(3)]
+    whole = Sampler(recipe, agent.actor, tokenizer).greedy_scores(1)
+    parts = [Sampler(recipe, agent.actor, tokenizer, ranks=Alone(rank, 3)).greedy_scores(1) for rank in range(3)]
     assert [len(part) for part in parts] == [1, 1, 2] and [score for part in parts for score in part] == whole
 
 
@@ -167,7 +168,7 @@ def test_a_greedy_response_that_could_not_be_judged_is_no_baseline(tmp_path):
         "def score(prompt, response):\n    if not response.logprobs:\n        raise RuntimeError\n    return 0.5\n"
     )
     agent, tokenizer, _ = build(recipe)
-    found = Collector(recipe, agent, tokenizer, None).collect(1)
+    found = Held(recipe, agent, tokenizer).collect(1)
     assert found.rollout.greedy_scores.isnan().all() and found.credit.advantages.eq(0).all() and found.rollout.valid.all()
     assert found.metrics["evidence/errors/python"] == 4 and "train/greedy_reward" not in found.metrics
 
@@ -332,24 +333,24 @@ def test_a_ratio_to_the_engine_needs_no_forward_before_the_update(tmp_path):
 
 def collected(recipe):
     agent, tokenizer, reference = build(recipe)
-    return agent, Collector(recipe, agent, tokenizer, reference).collect(1)
+    return agent, Held(recipe, agent, tokenizer, reference).collect(1)
 
 
 def test_the_critic_goes_over_the_responses_of_its_window_as_the_policy_reads_them_now():
     recipe = tiny("compo", "training.critic_window=2", "training.critic_epochs=3", "training.micro_batch_tokens=60")
     agent, tokenizer, reference = build(recipe)
-    collector, lessons = Collector(recipe, agent, tokenizer, reference), []
+    collector, lessons = Held(recipe, agent, tokenizer, reference), []
     for number in (1, 2, 3):
         iteration = collector.collect(number)
-        lessons.append([batch for batch in iteration.updates if batch.trace is not None])
+        lessons.append([batch for batch in iteration.updates if isinstance(batch, CriticBatch)])
         first = iteration.updates[0]
-        again = agent(first.input_ids, first.attention_mask, first.mask.shape[1], with_critic=True).trace
+        read = first.trace.input_ids, first.trace.attention_mask
+        again = agent(*read, first.mask.shape[1], with_critic=True).trace
         for layer, state in again.hidden_states.items():
             torch.testing.assert_close(first.trace.hidden_states[layer], state, rtol=0, atol=1e-5)
         with torch.no_grad():  # as an update would
             for weight in agent.actor.parameters():
                 weight.mul_(1.01)
-        collector.remember(iteration)
 
     def learnt(batches):
         """Every response with its targets, as often as it is learnt from."""
@@ -357,7 +358,7 @@ def test_the_critic_goes_over_the_responses_of_its_window_as_the_policy_reads_th
             (tuple(ids[seen].tolist()), tuple(targets[mask].tolist()))
             for batch in batches
             for ids, seen, targets, mask in zip(
-                batch.input_ids, batch.attention_mask.bool(), batch.value_targets, batch.mask, strict=True
+                batch.trace.input_ids, batch.trace.attention_mask.bool(), batch.value_targets, batch.mask, strict=True
             )
         ]
         assert sum(float(batch.token_weights[batch.mask].sum()) for batch in batches) == pytest.approx(
@@ -376,7 +377,7 @@ def test_the_critic_goes_over_the_responses_of_its_window_as_the_policy_reads_th
 def test_before_the_first_update_the_ratio_is_one_and_nothing_is_clipped(temperature):
     recipe = tiny("compo", f"generation.temperature={temperature}", "training.micro_batch_size=2")
     agent, iteration = collected(recipe)
-    policy = [batch for batch in iteration.updates if batch.trace is None]
+    policy = [batch for batch in iteration.updates if isinstance(batch, PolicyBatch)]
     assert len(policy) == 8
     for batch in policy:
         logprobs = agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1]).logprobs
@@ -405,8 +406,8 @@ def test_where_the_limit_is_part_of_the_task_a_cut_response_ends_with_its_score(
 def test_the_warm_up_trains_the_critic_and_leaves_the_policy_alone(tmp_path):
     recipe = tiny("compo")
     agent, tokenizer, _ = build(recipe)
-    iteration = Collector(recipe, agent, tokenizer, None).collect(0)
-    assert iteration.updates and all(batch.trace is not None for batch in iteration.updates)
+    iteration = Held(recipe, agent, tokenizer).collect(0)
+    assert iteration.updates and all(isinstance(batch, CriticBatch) for batch in iteration.updates)
 
 
 def test_the_policy_moves_towards_the_advantage(tmp_path):
@@ -420,7 +421,7 @@ def test_the_policy_moves_towards_the_advantage(tmp_path):
         "training.minibatch_size=128",
     )
     agent, tokenizer, _ = build(recipe)
-    iteration = Collector(recipe, agent, tokenizer, None).collect(1)
+    iteration = Held(recipe, agent, tokenizer).collect(1)
     rollout, credit = iteration.rollout, iteration.credit
     folder = run(recipe, tmp_path)
     after = {k.removeprefix("agent."): v for k, v in final_state(folder)["state_dict"].items()}
@@ -477,7 +478,7 @@ def test_a_nan_gradient_stops_the_run(tmp_path):
     with torch.no_grad():
         next(agent.actor.parameters()).fill_(float("nan"))
     with pytest.raises((TrainingStopped, RuntimeError), match="policy|probability"):
-        Collector(recipe, agent, tokenizer, None).collect(1)
+        Held(recipe, agent, tokenizer).collect(1)
 
 
 @pytest.mark.parametrize("choice", ["fail", "zero", "drop"])
@@ -663,7 +664,7 @@ def test_in_bfloat16_the_ratio_starts_at_one_too_and_the_weights_stay_float32(tm
     assert not torch.allclose(exact, rollout.logprobs, rtol=0, atol=1e-5)  # it is bfloat16
     torch.testing.assert_close(exact[rollout.mask], rollout.logprobs[rollout.mask], rtol=0, atol=0.1)
     for batch in iteration.updates:
-        if batch.trace is None:
+        if isinstance(batch, PolicyBatch):
             logprobs = agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1]).logprobs
             torch.testing.assert_close(logprobs, batch.logprobs, rtol=0, atol=1e-5)
     folder = run(recipe, tmp_path)
@@ -802,7 +803,7 @@ def test_values_of_branches_are_mean_returns_of_continuations():
     """Sampled anew by hand: the same seeds give the same continuations, and judged they give the same means."""
     recipe = branching("evidence=[{use: length, max_tokens: 8, buffer: 8}]")
     agent, tokenizer, _ = build(recipe)
-    iteration = Collector(recipe, agent, tokenizer, None).collect(1)
+    iteration = Held(recipe, agent, tokenizer).collect(1)
     rollout = iteration.rollout
     width, room = rollout.mask.shape[1], recipe.generation.max_new_tokens
     assert rollout.starts.any(1).all() and not (rollout.starts & ~rollout.mask).any()
@@ -834,7 +835,7 @@ def test_continuations_do_not_depend_on_how_they_are_batched():
     for batch in (256, 5):
         recipe = branching(f"generation.batch_size={batch}")
         agent, tokenizer, _ = build(recipe)
-        values.append(Collector(recipe, agent, tokenizer, None).collect(1).rollout.branch_values)
+        values.append(Held(recipe, agent, tokenizer).collect(1).rollout.branch_values)
     assert torch.equal(*values)
 
 
@@ -842,7 +843,7 @@ def test_a_continuation_that_evidence_drops_does_not_count(plugin):
     sets, name = plugin
     recipe = branching(sets, f"evidence=[{{use: {name}_odd, on_error: drop}}]")
     agent, tokenizer, _ = build(recipe)
-    iteration = Collector(recipe, agent, tokenizer, None).collect(1)
+    iteration = Held(recipe, agent, tokenizer).collect(1)
     assert iteration.metrics[f"evidence/errors/{name}_odd"] > 0
     whole = iteration.rollout.branch_values[iteration.rollout.starts]
     assert whole.gt(0).all()  # every one that is kept has 0.5 a token from its place on

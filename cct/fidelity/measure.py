@@ -18,17 +18,16 @@ from cct.critic import Critic
 from cct.critic.combined import GroupCritic
 from cct.evidence import close_workers
 from cct.loading import load_recipe, read_part
-from cct.policy.sampling import Engine
 from cct.recipe import Recipe, RecipeError
 from cct.registry import PluginError, load_plugin
-from cct.rollout import derive_seed
+from cct.rollout import Credit, Rollout, derive_seed
 from cct.training.agent import Agent
 from cct.training.building import build
-from cct.training.collect import Collector
+from cct.training.credit import Estimator, random_order
 from cct.training.folder import EXPLAINED
-from cct.training.ranks import Ranks
+from cct.training.metrics import rollout_metrics
 from cct.training.restore import restore
-from cct.training.rows import Row, State, continue_from
+from cct.training.sampler import Row, Sampler, State
 from cct.transport import Transport
 
 from .scores import Array, Truth, branched_advantage
@@ -105,9 +104,8 @@ def measure(
     if seed is not None:
         variants = {name: one.model_copy(update={"seed": seed}) for name, one in variants.items()}
     agent.to(DEVICE)
-    blind = Agent(agent.actor, None, agent.temperature, bf16=agent.bf16, logits_at_once=agent.logits_at_once)
-    base = Collector(next(iter(variants.values())), agent, tokenizer, None)
-    base.moments = moments
+    blind = agent.like(agent.actor)
+    base = Sampler(next(iter(variants.values())), agent.actor, tokenizer)
     try:
         credit: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
         explained: dict[str, list[float]] = {name: [] for name in variants}
@@ -115,16 +113,17 @@ def measure(
         for number in range(iteration + 1, iteration + 1 + batches):
             on_stage(f"sampling iteration {number}")
             sampled = base.sample(number)
+            sampled = [sampled[index] for index in random_order(base.recipe, number, len(sampled))]
             for name, variant in variants.items():
-                reader = agent if variant.critic is not None else blind
-                collector = Collector(variant, reader, tokenizer, None, base.engine)
-                collector.moments = moments
-                collected = collector.collect(number, sampled)
-                credit[name].append(collected.credit.advantages.cpu())
-                by = [collected.metrics[metric] for metric in EXPLAINED if metric in collected.metrics]
+                estimator = Estimator(variant, agent if variant.critic is not None else blind)
+                estimator.moments = moments
+                here = Sampler(variant, agent.actor, tokenizer, base.engine)
+                estimated, rollout, metrics = _estimate(estimator, here, sampled, number)
+                credit[name].append(estimated.advantages.cpu())
+                by = [metrics[metric] for metric in EXPLAINED if metric in metrics]
                 explained[name].append(by[0] if by else math.nan)
-            rows.append(collected.rows)
-            masks.append(collected.rollout.mask.cpu())
+            rows.append(sampled)
+            masks.append(rollout.mask.cpu())
         drawn, undecided = _positions(rows, masks, positions, below, derive_seed(base.recipe.seed, "fidelity positions"))
         if len(drawn) < 2:
             raise RecipeError(
@@ -136,7 +135,7 @@ def measure(
         for batch, of_batch in enumerate(rows):
             places = [(row, t) for b, row, t in drawn if b == batch]
             branch_seed = derive_seed(base.recipe.seed, "fidelity", iteration + 1 + batch)
-            some, cost = advantages_at(base.recipe, base.engine, tokenizer, of_batch, places, continuations, branch_seed)
+            some, cost = advantages_at(base, of_batch, places, continuations, branch_seed)
             found += some
             tokens += cost
     finally:
@@ -163,6 +162,22 @@ def measure(
         tokens,
         time.perf_counter() - started,
     )
+
+
+def _estimate(
+    estimator: Estimator, sampler: Sampler, rows: Sequence[Row], iteration: int
+) -> tuple[Credit, Rollout, dict[str, float]]:
+    """The credit of responses under a recipe, the rollout that it was computed from, and their metrics."""
+    recipe, pad = estimator.recipe, sampler.tokenizer.pad_token_id
+    rollout = estimator.rollout(rows, pad, iteration)
+    if recipe.needs("greedy"):
+        rollout, _ = estimator.greedy(sampler, rollout, rows, iteration)
+    if recipe.transport.branches:
+        rollout, _ = estimator.branch(sampler, rollout, rows, iteration)
+    if estimator.reads:
+        rollout, _ = estimator.read(rollout, iteration)
+    credit, seen = estimator.credit(rollout, iteration)
+    return credit, rollout, rollout_metrics(rollout, seen, credit, rollout.scores, recipe.geometry)
 
 
 Opened = tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]  # as `restore` returns it
@@ -271,13 +286,7 @@ def _positions(
 
 
 def advantages_at(
-    recipe: Recipe,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    rows: Sequence[Row],
-    places: Sequence[tuple[int, int]],
-    each: int,
-    seed: int,
+    sampler: Sampler, rows: Sequence[Row], places: Sequence[tuple[int, int]], each: int, seed: int
 ) -> tuple[list[tuple[float, float, float, float]], int]:
     """Q(s, a) - V(s) at (row, token) of each place: the estimate, those of its two halves, and the p-value of 0.
 
@@ -292,7 +301,7 @@ def advantages_at(
     ends = [t + 1 == len(row.response.tokens) for row, t in here]  # nothing follows: what the token is worth is known
     wanted = [state(row, t + k) for (row, t), ended in zip(here, ends, strict=True) for k in ((0,) if ended else (0, 1))]
     states = list(dict.fromkeys(wanted))
-    continued, cost, _ = continue_from(recipe, engine, tokenizer, rows, states, each, seed, Ranks())
+    continued, cost = sampler.continue_from(rows, states, each, seed)
     of_state = dict(zip(states, continued, strict=True))
     if (fewest := min(map(len, continued), default=each)) < 4:
         raise RecipeError(f"{fewest} of {each} continuations of a state could be judged, and at least 4 are needed")

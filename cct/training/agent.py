@@ -56,6 +56,10 @@ class Agent(nn.Module):
         self.logits_at_once = logits_at_once or max(1, LOGITS_AT_ONCE // actor.config.get_text_config().vocab_size)
         self._head = (plain_head(actor),)  # in a tuple, or it would be a part of this module a second time
 
+    def like(self, other: PreTrainedModel) -> Agent:
+        """Another actor read in the same way, without a critic."""
+        return Agent(other, None, self.temperature, bf16=self.bf16, logits_at_once=self.logits_at_once)
+
     def _precision(self, tensor: Tensor) -> torch.autocast:
         return torch.autocast(tensor.device.type, torch.bfloat16, enabled=self.bf16)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,10 @@ from cct.recipe import Recipe
 from cct.signals import Ending, Interrupted
 
 from .folder import checkpoints, drop_lines_after
-from .module import CreditModule, RolloutData
+from .loop import Iteration, Loop
 from .profile import Profile
 from .ranks import Ranks
 from .rollouts import drop_after, store
-from .rows import evaluate
 
 
 class JsonLinesLogger(Logger):
@@ -64,11 +61,11 @@ class Recorder(Callback):
         display: Display,
         ending: Ending,
         profile: Profile | None = None,
+        resumed: int | None = None,
     ):
         self.recipe, self._folder, self.tokenizer, self.display, self.profile = recipe, folder, tokenizer, display, profile
         self.ending = ending
-        self.resumed: int | None = None  # the iteration after which a run is gone on with, until it has done one
-        self.pause = 0.0  # seconds since sampling began that are no part of the iteration
+        self.resumed = resumed  # the iteration of the checkpoint, until the resumed run has done one
 
     @property
     def folder(self) -> Path:
@@ -79,43 +76,27 @@ class Recorder(Callback):
         self._folder = trainer.strategy.broadcast(self._folder)  # the first process made it
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        assert isinstance(module, CreditModule)
-        self.resumed = trainer.datamodule.done  # type: ignore[attr-defined]
+        assert isinstance(module, Loop)
         if module.current_epoch == 0:
-            started = time.perf_counter()
-            self._log(trainer, self._evaluate(trainer, 0), iteration=0)
-            self.pause = time.perf_counter() - started  # Lightning had sampled the first iteration before
-
-    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.display.show(stage="update")
+            self._log(trainer, module.evaluate(0), iteration=0)
 
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
-        assert isinstance(module, CreditModule)
-        iteration, data = module.iteration, trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, RolloutData)
-        ended = data.finish(iteration)
+        assert isinstance(module, Loop) and module.ended is not None
+        ended, module.ended = module.ended, None
+        iteration, training = ended.number, self.recipe.training
         if trainer.is_global_zero and self.resumed is not None:
             self._take_over(self.resumed)
         self.resumed = None
-        metrics = ended.metrics | module.update_metrics()
-        seconds, self.pause = time.perf_counter() - ended.started - self.pause, 0.0
-        metrics |= {"time/iteration": seconds, "train/tokens_per_second": metrics["train/tokens"] / seconds}
-        last = iteration == self.recipe.training.iterations
-        if iteration > 0:
-            metrics |= data.collector.sync()
-        if iteration > 0 and (last or iteration % self.recipe.evaluation.every == 0):
-            metrics |= self._evaluate(trainer, iteration)
-        for line in ended.warnings:
-            self.display.say(line)
-        self._log(trainer, metrics, iteration)
+        self._log(trainer, ended.metrics, iteration)
         if self.profile is not None:
-            self.profile.took(iteration, metrics)
+            self.profile.took(iteration, ended.metrics)
         if trainer.is_global_zero:
-            samples = ({"iteration": iteration, **asdict(sample)} for sample in ended.samples)
+            samples = ({"iteration": iteration, **sample} for sample in samples_of(ended, self.recipe.logging.samples))
             append(self.folder / "samples.jsonl", "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
             store(ended.rollout, self.folder, iteration, self.recipe.logging)
         asked = next((number for number in Ranks.current().gather(self.ending.asked) if number is not None), None)
-        due = iteration % self.recipe.training.checkpoint_every == 0 or asked is not None
+        last = iteration == training.iterations
+        due = iteration % training.checkpoint_every == 0 or asked is not None
         if last or (iteration > 0 and due):
             self._checkpoint(trainer, iteration)
         if asked is not None and not last:
@@ -135,7 +116,7 @@ class Recorder(Callback):
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Export while every process still holds its part of the weights."""
-        assert isinstance(module, CreditModule)
+        assert isinstance(module, Loop)
         self.display.show(stage="export")
         with kept(self.folder, self.folder / "policy") if trainer.is_global_zero else nullcontext() as place:
             save(module.agent.actor, self.tokenizer, place)
@@ -149,21 +130,28 @@ class Recorder(Callback):
             remove(later)
             forget(self.folder, later)
 
-    def _evaluate(self, trainer: Trainer, iteration: int) -> dict[str, float]:
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(data, RolloutData)
-        self.display.show(stage="evaluate")
-        started = time.perf_counter()
-        engine, say = data.collector.engine, self.display.say
-        found = evaluate(self.recipe, engine, self.tokenizer, Ranks.current(), iteration, say)
-        return found | {"time/evaluate": time.perf_counter() - started}
-
     def _log(self, trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
         for logger in trainer.loggers:
             with writing(self.folder / "logs"):
                 logger.log_metrics(metrics, step=iteration)
                 logger.save()
         self.display.iteration(iteration, metrics)
+
+
+def samples_of(ended: Iteration, count: int) -> list[dict[str, Any]]:
+    """The first responses of an iteration, for people, in the order of the prompts; `advantage` is the mean over the tokens."""
+    mask = ended.rollout.mask
+    means = (ended.credit.advantages.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)).tolist()
+    return [
+        {
+            "prompt": row.prompt.text,
+            "response": row.response.text,
+            "reward": sum(row.rewards),
+            "advantage": mean,
+            "finished": row.response.finished,
+        }
+        for _, row, mean in sorted(zip(ended.order, ended.rows, means, strict=True), key=lambda each: each[0])[:count]
+    ]
 
 
 class Display:

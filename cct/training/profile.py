@@ -6,7 +6,9 @@ import gzip
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from cct.files import whole
 
-from .collect import Iteration
-from .module import CreditModule, RolloutData
+from .agent import Agent
+from .minibatches import Batch, PolicyBatch
 
 STAGES = ("generate", "evidence", "greedy", "branch", "behaviour", "transport", "update", "sync")
 TRACED = 2  # the iteration whose operations are recorded; recording slows it, so it does not count in the table
@@ -46,19 +48,19 @@ def _attention_flops(query_shape: Any, key_shape: Any, value_shape: Any, *args: 
 
 
 @torch.no_grad()
-def update_flops(module: CreditModule, iteration: Iteration) -> float:
-    """Floating point operations of an iteration's update on this process: its products, forward and backward.
+def update_flops(agent: Agent, minibatches: Sequence[Sequence[Batch]]) -> float:
+    """Floating point operations of an update over these minibatches on this process: its products, forward and backward.
 
     Recomputation, element-wise operations and the optimizer's step are not counted.
     """
     on_cpu = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
     with FlopCounterMode(display=False, custom_mapping=on_cpu) as counter:
-        for batch in iteration.updates:
+        for batch in chain.from_iterable(minibatches):
             width = batch.mask.shape[1]
-            if batch.trace is None:
-                module.agent(batch.input_ids, batch.attention_mask, width, with_entropy=False)
+            if isinstance(batch, PolicyBatch):
+                agent(batch.input_ids, batch.attention_mask, width, with_entropy=False)
             else:
-                module.agent.values(batch.trace, width)
+                agent.values(batch.trace, width)
     return (1 + BACKWARD) * counter.get_total_flops()
 
 
@@ -87,12 +89,9 @@ class Profile(Callback):
         self._stage = torch.profiler.record_function(f"stage: {name}")
         self._stage.__enter__()
 
-    def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(module, CreditModule) and isinstance(data, RolloutData)
-        if module.iteration > 0 and data.current is not None:
-            self.flops.append(update_flops(module, data.current))
-            module.update_started = time.perf_counter()  # counting is no part of the update
+    def before_update(self, agent: Agent, iteration: int, minibatches: Sequence[Sequence[Batch]]) -> None:
+        if iteration > 0:
+            self.flops.append(update_flops(agent, minibatches))
 
     def took(self, iteration: int, metrics: dict[str, float]) -> None:
         """An iteration is over, with these metrics; the next one is recorded where it is the one to trace."""

@@ -13,7 +13,7 @@ from .agent import Agent
 from .building import build
 from .export import checkpoint_of
 from .folder import load_run
-from .module import RolloutData
+from .loop import STATE
 
 
 def restore(
@@ -30,7 +30,7 @@ def restore(
     agent, tokenizer, _ = build(without_warm_start(recipe))
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
     agent.load_state_dict({name.removeprefix("agent."): weight for name, weight in saved["state_dict"].items()})
-    return recipe, agent, tokenizer, saved[RolloutData.__name__]["moments"], int(checkpoint.stem)
+    return recipe, agent, tokenizer, saved[STATE]["moments"], int(checkpoint.stem)
 
 
 def without_warm_start(recipe: Recipe) -> Recipe:

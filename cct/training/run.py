@@ -22,18 +22,17 @@ from cct.files import LOCK, SUMS, WriteError, damage, remove, write_text
 from cct.loading import dump_recipe
 from cct.recipe import Recipe, RecipeError
 from cct.signals import Ending, answered
+from cct.terminal import say
 
 from .building import build
 from .callbacks import Display, JsonLinesLogger, Recorder
-from .collect import Collector
+from .evaluation import evaluate, evaluate_frozen, evaluate_sampled
 from .export import export, newest_readable, quiet
 from .folder import checkpoints, has_begun, load_run, must_be_trained, new_folder, only_run, read_metrics, to_resume
-from .module import CreditModule, RolloutData
-from .pass_at_k import evaluate_sampled
+from .loop import Loop
 from .profile import Profile
-from .ranks import Ranks
 from .restore import without_warm_start
-from .rows import evaluate, evaluate_frozen
+from .sampler import Sampler
 from .strategies import OneFile, strategy_of
 
 
@@ -85,7 +84,7 @@ def train(
     with Display(recipe, console) as display:
         begun = recipe if checkpoint is None else without_warm_start(recipe)
         agent, tokenizer, reference = build(begun, display.warm_start, display.say)
-        collector = Collector(recipe, agent, tokenizer, reference)
+        loop = Loop(recipe, agent, tokenizer, reference, display.say)
         profiler = Profile(folder, console, recipe.training.precision == "bf16") if profile else None
 
         def on_stage(stage: str) -> None:
@@ -94,18 +93,16 @@ def train(
             if profiler is not None:
                 profiler.on_stage(stage)
 
-        collector.on_stage = on_stage
+        loop.on_stage = on_stage
+        if profiler is not None:
+            loop.before_update = lambda minibatches: profiler.before_update(agent, loop.iteration, minibatches)
+        resumed = int(checkpoint.stem) if checkpoint else None
         callbacks: list[Callback] = [] if profiler is None else [profiler]
-        callbacks.append(Recorder(recipe, folder, tokenizer, display, ending, profiler))
-        trainer = _trainer(recipe, folder, checkpoint, callbacks)
+        callbacks.append(Recorder(recipe, folder, tokenizer, display, ending, profiler, resumed))
+        trainer = _trainer(recipe, folder, resumed or 0, callbacks)
         try:
             with answered(ending):
-                trainer.fit(
-                    CreditModule(recipe, agent),
-                    datamodule=RolloutData(recipe, collector, display.say),
-                    ckpt_path=checkpoint,
-                    weights_only=True,
-                )
+                trainer.fit(loop, ckpt_path=checkpoint, weights_only=True)
         except OSError as error:
             if isinstance(error.__context__, WriteError):  # a logger that writes once more when it is closed
                 raise error.__context__ from None
@@ -116,7 +113,7 @@ def train(
             raise
         finally:
             ending.close()
-            collector.close()
+            loop.sampler.close()
             close_workers()
             if folder is not None and display.history:
                 _say_how_to_go_on(recipe, folder, display.say)
@@ -124,17 +121,15 @@ def train(
         console.print(closing_table(folder, time.perf_counter() - started))
 
 
-def _trainer(recipe: Recipe, folder: Path | None, checkpoint: Path | None, callbacks: list[Callback]) -> Trainer:
+def _trainer(recipe: Recipe, folder: Path | None, first: int, callbacks: list[Callback]) -> Trainer:
     return Trainer(
         max_epochs=recipe.training.critic_warmup + recipe.training.iterations,
-        gradient_clip_val=recipe.training.gradient_clip,
         precision="bf16-mixed" if recipe.training.precision == "bf16" else "32-true",
-        reload_dataloaders_every_n_epochs=1,
         use_distributed_sampler=False,
         strategy=strategy_of(recipe),
         devices=recipe.training.devices,
         num_nodes=recipe.training.nodes,
-        logger=_loggers(recipe, folder, int(checkpoint.stem) if checkpoint else 0) if folder is not None else [],
+        logger=_loggers(recipe, folder, first) if folder is not None else [],
         callbacks=callbacks,
         plugins=[] if recipe.training.strategy.startswith("deepspeed") else [OneFile()],
         default_root_dir=folder,
@@ -198,14 +193,12 @@ def evaluate_run(folder: Path, samples: int = 0, ks: Sequence[int] = (1,), *, tr
     overrides = [f"policy={{use: pretrained, path: {path}}}", *(f"policy.{knob}=" for knob in start)]
     recipe = load_run(folder, overrides, trust=trust)
     actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
-    engine = recipe.generation.open(actor, tokenizer)
+    sampler = Sampler(recipe, actor, tokenizer, say=lambda line: say(line, file=sys.stderr))
     try:
-        say = lambda line: print(line, file=sys.stderr)  # noqa: E731
-        metrics = evaluate(recipe, engine, tokenizer, Ranks(), say=say)
-        metrics |= evaluate_frozen(recipe, engine, tokenizer, Ranks(), say)
-        return metrics | (evaluate_sampled(recipe, engine, tokenizer, samples, ks) if samples else {})
+        metrics = evaluate(sampler) | evaluate_frozen(sampler)
+        return metrics | (evaluate_sampled(sampler, samples, ks) if samples else {})
     finally:
-        engine.close()
+        sampler.close()
         close_workers()
 
 

@@ -74,4 +74,7 @@ def _deepspeed(training: Training, on_gpu: bool) -> Strategy:
         # Said here, or Lightning asks for an iteration's minibatches before training to find out.
         "logging_batch_size_per_gpu": 1,
     }
-    return OnlyTensors(**knobs) if on_gpu else OnCPU(**knobs, process_group_backend="gloo")
+    strategy = OnlyTensors(**knobs) if on_gpu else OnCPU(**knobs, process_group_backend="gloo")
+    assert strategy.config is not None
+    strategy.config["gradient_clipping"] = training.gradient_clip
+    return strategy

@@ -1,30 +1,27 @@
-"""The two Lightning objects: a module that turns minibatches into losses, and a data module that makes them."""
+"""The updates: one optimizer step of the policy or of the critic, whatever strategy shares the weights."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from lightning import LightningDataModule, LightningModule
+from lightning import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cct.critic.functional import prompt_numbers
 from cct.handover import read_only
 from cct.recipe import Recipe
 from cct.registry import described
 
 from .agent import Agent
-from .batching import Minibatch
-from .collect import Collector, Iteration
-from .lessons import Lesson, what_lessons_are_of
+from .minibatches import Batch, CriticBatch, PolicyBatch
 from .ranks import Ranks
 from .stopped import TrainingStopped, blamed_on
 
@@ -34,52 +31,6 @@ FINAL_LEARNING_RATE = 0.1  # share of the actor's learning rate that linear and 
 def iteration_of(recipe: Recipe, epoch: int) -> int:
     """Iteration number of a Lightning epoch: the critic's warm-up ends at 0, the first policy update is 1."""
     return epoch + 1 - recipe.training.critic_warmup
-
-
-class RolloutData(LightningDataModule):
-    """Each epoch's minibatches, sampled from the current policy when Lightning asks for them."""
-
-    def __init__(self, recipe: Recipe, collector: Collector, say: Callable[[str], None] = print):
-        super().__init__()
-        self.recipe, self.collector, self.say = recipe, collector, say
-        self.current: Iteration | None = None
-        self.done: int | None = None
-
-    def train_dataloader(self) -> DataLoader:
-        """Collects at most once an iteration, however often Lightning asks."""
-        assert self.trainer is not None
-        iteration = iteration_of(self.recipe, self.trainer.current_epoch)
-        if self.done is not None and iteration <= self.done:  # on resuming, Lightning asks for the epoch that has ended
-            return DataLoader([None], batch_size=None)  # type: ignore[arg-type]
-        if self.current is None:
-            self.current = self.collector.collect(iteration)
-        return DataLoader(self.current.updates, batch_size=None, shuffle=False)  # type: ignore[arg-type]
-
-    def finish(self, iteration: int) -> Iteration:
-        """The iteration is over: later ones remember of it what they need; hands it out a last time."""
-        assert self.current is not None
-        ended, self.current, self.done = self.current, None, iteration
-        self.collector.remember(ended)
-        return ended
-
-    def state_dict(self) -> dict[str, Any]:
-        lessons = [lesson.saved for lesson in self.collector.past]
-        return {
-            "moments": self.collector.moments,
-            "done": self.done,
-            "lessons": lessons,
-            "lessons_of": what_lessons_are_of(self.recipe),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.collector.moments, self.done = state_dict["moments"], state_dict["done"]
-        device = self.collector.agent.actor.device
-        lessons = state_dict.get("lessons", [])  # which checkpoints of an earlier version lack
-        if lessons and state_dict.get("lessons_of") != what_lessons_are_of(self.recipe):
-            self.say(f"the critic's window begins anew: its {len(lessons)} earlier iterations were made under another recipe")
-            lessons = []
-        lessons = lessons[: self.recipe.training.critic_window - 1]
-        self.collector.past = [Lesson(**{name: x.to(device) for name, x in saved.items()}) for saved in lessons]
 
 
 class PassAdamW(torch.optim.AdamW):
@@ -100,16 +51,16 @@ class PassAdamW(torch.optim.AdamW):
         return loss
 
 
-class CreditModule(LightningModule):
-    """Actor, critic and geometry: one loss per minibatch, for the critic or for the policy."""
+class Updates(LightningModule):
+    """Actor, critic and geometry: a loss per minibatch, for the critic or for the policy, and a step on it."""
 
     def __init__(self, recipe: Recipe, agent: Agent):
         super().__init__()
+        self.automatic_optimization = False  # an iteration takes several steps
         self.recipe, self.agent = recipe, agent
-        self.sums: dict[str, float] = defaultdict(float)  # over this process's micro-batches
+        self.sums: dict[str, float] = defaultdict(float)  # over this process's batches
         self.norms: dict[str, list[float]] = defaultdict(list)  # of each optimizer step, the same on every process
-        self.update_started = 0.0
-        self.learns = "actor"  # or the critic: who the present minibatch is for
+        self.steps = Counter[str]()  # of the optimizer, by who learnt: actor, critic
         self.parameters_of: dict[str, list[torch.nn.Parameter]] = {}
 
     @property
@@ -160,58 +111,71 @@ class CreditModule(LightningModule):
             group["lr"], group["initial_lr"] = rate * pace(schedule.last_epoch), rate
             group["weight_decay"] = self.recipe.training.weight_decay
 
-    def on_train_epoch_start(self) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        if data.current is not None:
-            self.trainer.accumulate_grad_batches = data.current.micro_batches
-        self.sums.clear()
-        self.norms.clear()
-        self.update_started = time.perf_counter()
-
-    def training_step(self, batch: Minibatch, batch_index: int) -> torch.Tensor:
-        learns = self.learns = "actor" if batch.trace is None else "critic"
-        if (engine := self._deepspeed) is not None:
-            engine.set_gradient_accumulation_boundary((batch_index + 1) % self.trainer.accumulate_grad_batches == 0)
-        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
-            group["active"] = group["name"] == learns
+    # --- one step -----------------------------------------------------------------------------
+    def update(self, batches: Sequence[Batch]) -> None:
+        """One optimizer step, of the policy or of the critic, on this process's batches of a minibatch."""
+        learner = "actor" if isinstance(batches[0], PolicyBatch) else "critic"
+        optimizer, deepspeed, strategy = self.optimizers(), self._deepspeed, self.trainer.strategy
+        assert not isinstance(optimizer, list)
+        for group in optimizer.param_groups:
+            group["active"] = group["name"] == learner
         for name, parameters in self.parameters_of.items():  # or ZeRO-3 takes the other's last gradients into the norm
             for parameter in parameters:
-                parameter.requires_grad_(name == learns)
-        loss = self._policy_loss(batch) if learns == "actor" else self._critic_loss(batch)
-        # The weights divide by the whole minibatch already; Lightning averages over micro-batches, and over processes.
-        return loss * self.trainer.accumulate_grad_batches * Ranks.current().world
+                parameter.requires_grad_(name == learner)
+        optimizer.zero_grad()
+        for number, batch in enumerate(batches, 1):
+            last = number == len(batches)
+            if deepspeed is not None:
+                deepspeed.set_gradient_accumulation_boundary(last)
+            loss = self._policy_loss(batch) if isinstance(batch, PolicyBatch) else self._critic_loss(batch)
+            later = isinstance(strategy, ParallelStrategy) and not last  # the processes share gradients once a step
+            with strategy.block_backward_sync() if later else nullcontext():  # type: ignore[attr-defined]
+                # The weights divide by the whole minibatch already; the strategy averages over processes.
+                self.manual_backward(loss * Ranks.current().world)
+            if deepspeed is not None and not last:
+                deepspeed.step()
+        if deepspeed is None:
+            self._clip(learner)
+        optimizer.step()
+        if deepspeed is not None:  # which clips by itself
+            self._record_norm(learner, torch.as_tensor(deepspeed.get_global_grad_norm()))
+        self.steps[learner] += 1
 
     @property
     def _deepspeed(self) -> Any:
         """DeepSpeed's engine, which is told where a step ends, and left to count micro-batches of one; None without it."""
         return getattr(self.trainer.strategy, "deepspeed_engine", None)
 
-    def _critic_loss(self, batch: Minibatch) -> torch.Tensor:
-        assert (
-            batch.trace is not None
-            and batch.value_targets is not None
-            and batch.numbers is not None
-            and self.recipe.critic is not None
-            and self.agent.critic is not None
-        )
+    def _clip(self, learner: str) -> None:
+        """Actor and critic are clipped each by its own norm, so that a loud critic does not shrink the policy's step."""
+        touched = [p for p in self.parameters_of[learner] if p.grad is not None]
+        if touched:
+            norm = torch.nn.utils.clip_grad_norm_(touched, self.recipe.training.gradient_clip)
+            self._record_norm(learner, norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _record_norm(self, learner: str, norm: torch.Tensor) -> None:
+        self._finite(norm, f"{learner} (gradient)")
+        self.norms[f"{learner}/gradient_norm"].append(float(norm))
+
+    def _critic_loss(self, batch: CriticBatch) -> torch.Tensor:
+        assert self.recipe.critic is not None and self.agent.critic is not None
         mask, width = batch.mask, batch.mask.shape[1]
         raw = self.agent.values(batch.trace, width)[0][:, :-1]
         raw = raw.masked_fill(~mask.view(*mask.shape, *[1] * (raw.dim() - 2)), 0.0)
         old = batch.trace.values[:, :-1] if batch.trace.values is not None else None
-        dealt = prompt_numbers(batch.input_ids[:, :-width], batch.attention_mask[:, :-width])
+        keys = batch.prompt_keys
         if self.agent.critic.head.split == "responses":  # not always the same critic first, as they may not divide evenly
-            dealt = dealt + batch.numbers
+            keys = keys + batch.ranks
         targets = batch.value_targets.masked_fill(~mask, 0.0)
         with blamed_on(f"critic '{self.recipe.critic.use}' (loss)", self.iteration):
-            per_token = self.agent.critic.head.loss(raw, targets, old, dealt).masked_fill(~mask, 0.0)
+            per_token = self.agent.critic.head.loss(raw, targets, old, keys).masked_fill(~mask, 0.0)
         loss = (batch.token_weights * per_token).sum()
         self._finite(loss, f"critic '{self.recipe.critic.use}' (loss)")
-        self._count(**{"critic/loss": loss.detach(), "critic/batches": torch.ones(())})
+        self._count(**{"critic/loss": loss.detach()})
         return loss
 
-    def _policy_loss(self, batch: Minibatch) -> torch.Tensor:
-        assert batch.loss_weights is not None and batch.advantages is not None
-        reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1], with_entropy=not batch.read_before)
+    def _policy_loss(self, batch: PolicyBatch) -> torch.Tensor:
+        reading = self.agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1], with_entropy=batch.with_entropy)
         old_logprobs = reading.logprobs.detach() if batch.logprobs is None else batch.logprobs
         optional = {name: x for name in ("marked", "correction") if (x := getattr(batch, name)) is not None}
         geometry = f"geometry '{self.recipe.geometry.use}'"
@@ -228,7 +192,7 @@ class CreditModule(LightningModule):
                 )
         if reading.logprobs.requires_grad and not per_token.requires_grad:
             raise TrainingStopped(f"{geometry} returned a loss without a gradient; it must be made of `logprobs`")
-        if not batch.read_before:
+        if batch.with_entropy:
             metrics["entropy"] = reading.entropy.masked_fill(~batch.mask, 0.0)
         loss = (batch.loss_weights * per_token).sum()
         self._finite(loss, f"{geometry} (loss)")
@@ -236,7 +200,7 @@ class CreditModule(LightningModule):
         for name, value in metrics.items():
             means[f"policy/{name}"] = (batch.token_weights * value.detach().masked_fill(~batch.mask, 0)).sum()
             self._finite(means[f"policy/{name}"], f"{geometry} (metric '{name}')")
-        self._count(**means, **{"policy/loss": loss.detach(), "policy/batches": torch.ones(())})
+        self._count(**means, **{"policy/loss": loss.detach()})
         return loss
 
     def _finite(self, value: torch.Tensor, name: str) -> None:
@@ -247,36 +211,12 @@ class CreditModule(LightningModule):
         for name, value in metrics.items():
             self.sums[name] += float(value)
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Actor and critic are clipped each by its own norm, so that a loud critic does not shrink the policy's step."""
-        for group in optimizer.param_groups:
-            touched = [p for p in group["params"] if p.grad is not None]
-            if touched:
-                norm = torch.nn.utils.clip_grad_norm_(touched, self.recipe.training.gradient_clip)
-                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-                self._finite(norm, f"{group['name']} (gradient)")
-                self.norms[f"{group['name']}/gradient_norm"].append(float(norm))
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """DeepSpeed clips by itself; the norm of what it clipped is recorded and checked here."""
-        engine = self._deepspeed
-        before = engine.global_steps if engine is not None else 0
-        super().optimizer_step(*args, **kwargs)
-        if engine is not None and engine.global_steps > before:
-            norm = torch.as_tensor(engine.get_global_grad_norm())
-            self._finite(norm, f"{self.learns} (gradient)")
-            self.norms[f"{self.learns}/gradient_norm"].append(float(norm))
-
     def update_metrics(self) -> dict[str, float]:
-        """Means over the epoch's optimizer steps, of the critic and of the policy each, over all processes."""
-        ranks = Ranks.current()
-        everyone = ranks.gather(dict(self.sums))
-        sums = {name: sum(part[name] for part in everyone) for name in self.sums}
-        each = self.trainer.accumulate_grad_batches * ranks.world  # batches in one optimizer step
-        means = {
-            name: total / (sums[f"{name.split('/')[0]}/batches"] / each)
-            for name, total in sums.items()
-            if not name.endswith("/batches")
-        }
+        """Means over the iteration's optimizer steps, of the critic and of the policy each, over all processes; counts anew."""
+        everyone = Ranks.current().gather(dict(self.sums))
+        steps = {"policy": self.steps["actor"], "critic": self.steps["critic"]}
+        means = {name: sum(part[name] for part in everyone) / steps[name.split("/")[0]] for name in self.sums}
         norms = {name: sum(values) / len(values) for name, values in self.norms.items()}
-        return means | norms | {"time/update": time.perf_counter() - self.update_started}
+        for counted in (self.sums, self.norms, self.steps):
+            counted.clear()
+        return means | norms

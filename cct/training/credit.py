@@ -1,0 +1,236 @@
+"""From judged responses to credit: the steps between the sampler and the update. No gradient here.
+
+rollout = estimator.rollout(rows, seed)        tensors of what happened
+rollout, cost = estimator.branch(...)          values by continuing responses, where the transport asks for them
+rollout, traces = estimator.read(rollout)      the behaviour forward: log-probabilities, values, statistics
+rollout, cost = estimator.charge_kl(rollout)   the KL to the reference, as a part of the rewards
+credit, rollout = estimator.credit(rollout)    the transport, and what it read
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cct.geometry.functional import kl_estimate
+from cct.handover import check, read_only
+from cct.recipe import Recipe
+from cct.registry import described
+from cct.rollout import Credit, Rollout, Trace, derive_seed
+from cct.tensors import as_mask
+from cct.transport.functional import masked_mean_std
+
+from .agent import Agent
+from .minibatches import Plan, forward_plans, trimmed
+from .ranks import Ranks
+from .sampler import Row, Sampler
+from .stopped import TrainingStopped, blamed_on
+
+# Share of the old running mean and deviation of a statistic kept at each iteration: follows the policy within ~10 iterations.
+MOMENTS_DECAY = 0.9
+
+
+def random_order(recipe: Recipe, iteration: int, count: int) -> list[int]:
+    """The order in which an iteration's responses are cut into minibatches: numbers of rows as they were sampled."""
+    generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "order", iteration))
+    return torch.randperm(count, generator=generator).tolist()
+
+
+class Estimator:
+    """A recipe's steps from rows to credit. Its state is the running moments of the statistics that gates read."""
+
+    def __init__(self, recipe: Recipe, agent: Agent, reference: PreTrainedModel | None = None):
+        self.recipe, self.agent = recipe, agent
+        self.reference = agent.like(reference) if reference is not None else None
+        self.moments: dict[str, tuple[float, float]] = {}
+
+    @property
+    def reads(self) -> bool:
+        """Whether the behaviour forward says something that neither the update's own forward nor the engine does."""
+        recipe, geometry, training = self.recipe, self.recipe.geometry, self.recipe.training
+        if recipe.transport.reads_policy or recipe.critic is not None or self.reference is not None:
+            return True
+        responses = training.epochs * training.prompts_per_iteration * training.responses_per_prompt
+        single_step = responses == training.minibatch_size and not geometry.marks
+        return geometry.correction != "none" or not (geometry.ratio_to == "engine" or single_step)
+
+    def rollout(self, rows: Sequence[Row], pad: int, iteration: int) -> Rollout:
+        """The responses as tensors: prompts padded on the left with `pad`, responses on the right."""
+        left, right = max(len(row.prompt_tokens) for row in rows), max(1, max(len(row.response.tokens) for row in rows))
+        input_ids = torch.full((len(rows), left + right), pad)
+        attention_mask, rewards = torch.zeros_like(input_ids), torch.zeros(len(rows), right)
+        rollout_logprobs = torch.zeros_like(rewards)
+        for number, row in enumerate(rows):
+            first, n = left - len(row.prompt_tokens), len(row.response.tokens)
+            input_ids[number, first : left + n] = torch.tensor([*row.prompt_tokens, *row.response.tokens])
+            attention_mask[number, first : left + n] = 1
+            rewards[number, :n] = torch.tensor(row.rewards)
+            rollout_logprobs[number, :n] = torch.tensor(row.response.logprobs)
+        mask = attention_mask[:, left:].bool() & torch.tensor([row.keep for row in rows]).unsqueeze(1)
+        device = self.agent.actor.device
+        sampled = rollout_logprobs.to(device)
+        rollout = Rollout(
+            input_ids.to(device),
+            attention_mask.to(device),
+            mask.to(device),
+            rewards.to(device),
+            torch.tensor([row.group for row in rows], device=device),
+            torch.tensor([not row.response.finished for row in rows], device=device),
+            sampled,
+            sampled.clone(),  # by the trainer, which may still say it itself
+            moments=dict(self.moments),
+            seed=derive_seed(self.recipe.seed, "transport", iteration),
+        )
+        with blamed_on("engine", iteration):
+            check(f"engine '{self.recipe.generation.use}' (log-probabilities)", rollout.logprobs, rollout.mask)
+        return rollout
+
+    def greedy(
+        self, sampler: Sampler, rollout: Rollout, rows: Sequence[Row], iteration: int
+    ) -> tuple[Rollout, dict[str, float]]:
+        """The rollout with the score of a greedy response to each of its prompts."""
+        prompts = {row.group: row.prompt for row in rows}
+        scores = sampler.greedy_scores([prompts[group] for group in sorted(prompts)], iteration)
+        judged = [score for score in scores if math.isfinite(score)]
+        metrics = {"train/greedy_reward": sum(judged) / len(judged)} if judged else {}
+        return rollout.replace(greedy_scores=rollout.rewards.new_tensor(scores)[rollout.groups]), metrics
+
+    def branch(
+        self, sampler: Sampler, rollout: Rollout, rows: Sequence[Row], iteration: int
+    ) -> tuple[Rollout, dict[str, float]]:
+        """The rollout with values of the states its transport asks for, by continuing responses from them, and the cost."""
+
+        def text_of(token: int) -> str:
+            return str(sampler.tokenizer.decode([token]))
+
+        name = f"transport '{self.recipe.transport.use}' (starts)"
+        with blamed_on(name, iteration):
+            with read_only(name, vars(rollout)):
+                starts = as_mask(self.recipe.transport.starts(rollout, text_of), "starts")
+            if starts.shape != rollout.mask.shape:
+                raise ValueError(f"starts must have shape {tuple(rollout.mask.shape)}; got {tuple(starts.shape)}")
+            starts = starts & rollout.mask
+        places = [row.nonzero().flatten().tolist() for row in starts]
+        seed = derive_seed(self.recipe.seed, "branch", iteration)
+        found, cost = sampler.branch_values(rows, places, seed)
+        values = torch.zeros_like(rollout.rewards)
+        for number, (here, some) in enumerate(zip(places, found, strict=True)):
+            values[number, here] = torch.tensor(some, dtype=values.dtype, device=values.device)
+        return rollout.replace(starts=starts, branch_values=values), cost
+
+    def read(self, rollout: Rollout, iteration: int, plan: Plan | None = None) -> tuple[Rollout, list[Trace]]:
+        """The behaviour forward: log-probabilities, values, statistics, and the traces that the critic learns from.
+
+        plan: for each process, the rows of each of its forwards.
+        """
+        with blamed_on("policy", iteration):
+            read, traces = self._forward(rollout, plan)
+            self._check(read)
+        return read, traces
+
+    @torch.no_grad()
+    def _forward(self, rollout: Rollout, plan: Plan | None) -> tuple[Rollout, list[Trace]]:
+        ranks = Ranks.current()
+        plan = plan or forward_plans([rollout], self.recipe.training, ranks.world)[0]
+        width, readings, reference = rollout.mask.shape[1], [], []
+        for rows in plan[ranks.rank]:
+            columns, narrow = trimmed(rollout, rows)
+            ids, attention_mask = rollout.input_ids[rows, columns], rollout.attention_mask[rows, columns]
+            readings.append(
+                self.agent(ids, attention_mask, narrow, statistics=self.recipe.transport.statistics, with_critic=True)
+            )
+            if self.reference is not None:
+                reference.append(self.reference(ids, attention_mask, narrow, with_entropy=False).logprobs)
+        shares = [torch.tensor([row for rows in of_rank for row in rows]) for of_rank in plan]
+
+        def join(parts: Iterable[Tensor], width: int = width) -> Tensor:
+            whole = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
+            return ranks.gather_rows(torch.cat(whole), shares)
+
+        stats = {name: join(reading.stats[name] for reading in readings) for name in readings[0].stats}
+        read = rollout.replace(
+            logprobs=join(reading.logprobs for reading in readings),
+            stats={**stats, "entropy": join(reading.entropy for reading in readings)},
+            reference_logprobs=join(reference) if reference else None,
+        )
+        if self.agent.critic is not None:
+            values = join((reading.values for reading in readings), width + 1)
+            after = values.gather(1, rollout.attention_mask[:, -width:].sum(1, keepdim=True)).squeeze(1)
+            cut = after * rollout.truncated if self.recipe.training.bootstrap_truncated else None
+            read = read.replace(values=values[:, :-1], bootstrap=cut)
+        return read, [reading.trace for reading in readings if reading.trace is not None]
+
+    def _check(self, rollout: Rollout) -> None:
+        """Raises HandoverError naming who gave NaN or infinity, before a transport makes something of it."""
+        mask, recipe = rollout.mask, self.recipe
+        check("policy (log-probabilities)", rollout.logprobs, mask)
+        check("policy (entropy)", rollout.stats["entropy"], mask)
+        for name, what in recipe.transport.statistics.items():
+            check(f"statistic '{name}' ({type(what).__name__})", rollout.stats[name], mask)
+        if rollout.reference_logprobs is not None:
+            check("reference policy (log-probabilities)", rollout.reference_logprobs, mask)
+        if recipe.critic is not None and rollout.values is not None:
+            check(recipe.critic, rollout.values, mask, output="values")
+            if rollout.bootstrap is not None:
+                check(recipe.critic, rollout.bootstrap, rollout.valid, output="value after the last token")
+
+    def charge_kl(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
+        """Each token pays its KL to the reference policy, with `geometry.kl_in_reward`; and the mean of what was estimated."""
+        geometry, reference = self.recipe.geometry, rollout.reference_logprobs
+        if not geometry.kl_in_reward or reference is None:
+            return rollout, {}
+        kl = kl_estimate(rollout.logprobs, reference, rollout.mask, geometry.kl_estimator or "k1")
+        mean = float(masked_mean_std(kl, rollout.mask)[0])
+        return rollout.replace(rewards=rollout.rewards - geometry.kl_in_reward * kl), {"train/reference_kl": mean}
+
+    def credit(self, rollout: Rollout, iteration: int) -> tuple[Credit, Rollout]:
+        """The transport's credit, and the rollout as the transport saw it: with the critic's own baseline where it has one."""
+        recipe, credit = self.recipe, self._transport(rollout, iteration)
+        if recipe.critic is None or credit.value_targets is None:
+            return credit, rollout
+        name = f"critic '{recipe.critic.use}' (baseline)"
+        with blamed_on(name, iteration):
+            with read_only(name, vars(rollout) | vars(credit), contents=iteration <= 1):
+                other = recipe.critic.baseline(rollout, credit.value_targets, recipe.reward_bounds)
+            if other is None:
+                return credit, rollout
+            _of_one_kind(other, rollout, recipe.critic.use)
+            assert other.values is not None
+            check(name, other.values, rollout.mask)
+        return self._transport(other, iteration), other
+
+    def _transport(self, rollout: Rollout, iteration: int) -> Credit:
+        """What the transport makes of it. Raises TrainingStopped where that is no credit, naming the part that is to blame."""
+        transport = self.recipe.transport
+        with (
+            blamed_on(f"transport '{transport.use}'", iteration, self.recipe),
+            read_only(transport, {f"rollout.{name}": x for name, x in vars(rollout).items()}, contents=iteration <= 1),
+        ):
+            credit = transport.checked(rollout)
+        if self.agent.critic is not None and credit.value_targets is None:
+            raise TrainingStopped(
+                f"transport '{transport.use}' gives no value targets, so the critic cannot learn; set `critic: null`"
+            )
+        return credit
+
+    def remember(self, rollout: Rollout) -> None:
+        """Let an iteration that is over count in the running moments of later ones."""
+        for name in self.recipe.transport.statistics:
+            new = tuple(float(x) for x in masked_mean_std(rollout.stats[name], rollout.mask))
+            old = self.moments.get(name, new)
+            self.moments[name] = tuple(MOMENTS_DECAY * o + (1 - MOMENTS_DECAY) * n for o, n in zip(old, new, strict=True))  # type: ignore[assignment]
+
+
+def _of_one_kind(other: object, rollout: Rollout, name: str) -> None:
+    """Raises TrainingStopped where what a critic's `baseline` returned cannot stand for the rollout."""
+    values = other.values if isinstance(other, Rollout) else None
+    if values is None or values.shape != rollout.mask.shape or not values.is_floating_point():
+        found = f"a rollout with {described(values)} as values" if isinstance(other, Rollout) else described(other)
+        raise TrainingStopped(
+            f"critic '{name}' returned {found} as its baseline; expected the rollout with values of shape "
+            f"{tuple(rollout.mask.shape)}, or None"
+        )

@@ -1,0 +1,103 @@
+"""Evaluation: greedy decoding of held-out prompts, and pass@k and avg@n of sampled responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+
+from cct.rollout import Prompt, derive_seed
+
+from .failures import Failures
+from .judge import scores, weigh
+from .sampler import Sampler
+from .stopped import TrainingStopped
+
+
+def evaluate(sampler: Sampler, iteration: int | None = None) -> dict[str, float]:
+    """Greedy decoding of the held-out prompts; `eval/accuracy` is the first evidence's mean, `eval/reward` the sum's.
+
+    iteration: after which it is, the recipe's last one where it is not given.
+    """
+    return _greedy(sampler, "eval", sampler.recipe.task.held_out(), iteration)
+
+
+def evaluate_frozen(sampler: Sampler) -> dict[str, float]:
+    """The same of each frozen set, `frozen/NAME/accuracy` and so on, and the mean accuracy over the sets, `frozen/accuracy`."""
+    sets = sampler.recipe.evaluation.frozen
+    metrics = dict[str, float]()
+    for name, task in sets.items():
+        metrics |= _greedy(sampler, f"frozen/{name}", task.held_out(), None)
+    if sets:
+        metrics["frozen/accuracy"] = sum(metrics[f"frozen/{name}/accuracy"] for name in sets) / len(sets)
+    return metrics
+
+
+def _greedy(sampler: Sampler, name: str, every: Sequence[Prompt], iteration: int | None) -> dict[str, float]:
+    """Metrics `NAME/accuracy` and so on of the prompts, without those that are too long where these are dropped."""
+    recipe, prompts = sampler.recipe, sampler.fitting(every)
+    if not prompts:
+        raise TrainingStopped(f"{name}: every prompt is too long; raise the model's or the engine's limit, or take others")
+    mine = [prompts[number] for number in sampler.ranks.share(len(prompts))]
+    responses = sampler.respond(sampler.encode(mine), None)
+    failures, after = Failures(), recipe.training.iterations if iteration is None else iteration
+    scored = [scores(part, mine, responses, failures, after) for part in recipe.evidence]
+    judged = [row for row, response in zip(scored[0], responses, strict=True) if row is None or row or not response.tokens]
+    sums = (
+        sum(sum(row) for row in judged if row is not None),
+        float(len(judged)),
+        sum(map(sum, weigh(recipe.evidence, scored, responses)[0])),
+        float(sum(len(response.tokens) for response in responses)),
+        float(sum(not response.finished for response in responses)),
+    )
+    gathered = sampler.ranks.gather((sums, failures))
+    right, of, *rest = map(sum, zip(*(part for part, _ in gathered), strict=True))
+    failures = Failures.joined(part for _, part in gathered)
+    for line in failures.lines(len(prompts), name):
+        sampler.say(line)
+    metrics = {f"{name}/accuracy": right / of if of else 0.0}
+    metrics |= {f"{name}/{key}": x / len(prompts) for key, x in zip(("reward", "length", "truncated"), rest, strict=True)}
+    metrics |= {f"{name}/{key}": float(count) for key, count in failures.items()}
+    return metrics | ({f"{name}/overlong": float(len(every) - len(prompts))} if recipe.generation.overlong == "drop" else {})
+
+
+def pass_at_k(right: int, samples: int, k: int) -> float:
+    """Unbiased estimate that one at least of k responses is right, from `samples` of which `right` were.
+
+    1 - C(samples - right, k) / C(samples, k) (Chen et al. 2021, arXiv 2107.03374). Raises ValueError for k > samples.
+    """
+    if not 0 <= right <= samples or not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} of {samples} samples, {right} of them right")
+    return 1 - comb(samples - right, k) / comb(samples, k)
+
+
+def evaluate_sampled(sampler: Sampler, samples: int, ks: Sequence[int]) -> dict[str, float]:
+    """avg@n and pass@k on the held-out problems and on each frozen set; `frozen/avg@n` and so on are means over the sets.
+
+    Sampled at the temperature of training, from the recipe's seed. avg@n is the mean score of the first evidence; a response
+    is right where that score is the greatest there can be.
+    """
+    recipe = sampler.recipe
+    sets = {"eval": recipe.task} | {f"frozen/{name}": task for name, task in recipe.evaluation.frozen.items()}
+    found = {
+        name: _sampled(sampler, task.held_out(), derive_seed(recipe.seed, "pass@k", name), samples, ks)
+        for name, task in sets.items()
+    }
+    metrics = {f"{name}/{key}": value for name, values in found.items() for key, value in values.items()}
+    if frozen := [values for name, values in found.items() if name != "eval"]:
+        metrics |= {f"frozen/{key}": sum(values[key] for values in frozen) / len(frozen) for key in frozen[0]}
+    return metrics
+
+
+def _sampled(sampler: Sampler, prompts: Sequence[Prompt], seed: int, samples: int, ks: Sequence[int]) -> dict[str, float]:
+    prompts = sampler.fitting(prompts)
+    many = [prompt for prompt in prompts for _ in range(samples)]
+    tokens = [row for row in sampler.encode(prompts) for _ in range(samples)]
+    responses = sampler.respond(tokens, [derive_seed(seed, number) for number in range(len(many))])
+    first = sampler.recipe.evidence[0]
+    best = first.bounds[1]
+    scored = scores(first, many, responses, Failures(), sampler.recipe.training.iterations)
+    totals = [sum(row or [0.0]) for row in scored]
+    passes = [bool(row) and total >= best for row, total in zip(scored, totals, strict=True)]  # who was not judged does not
+    right = [sum(passes[start : start + samples]) for start in range(0, len(many), samples)]
+    passed = {f"pass@{k}": sum(pass_at_k(count, samples, k) for count in right) / len(right) for k in ks}
+    return {f"avg@{samples}": sum(totals) / len(totals), **passed}

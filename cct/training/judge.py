@@ -1,0 +1,101 @@
+"""Rewards of responses: what each evidence makes of them, weighted and summed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any
+
+from cct.evidence import Evidence, Failure, Verdict, plain, verdicts
+from cct.rollout import Prompt, Response
+
+from .failures import Failures
+from .stopped import TrainingStopped
+
+
+def scores(
+    part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Response], failures: Failures, iteration: int
+) -> list[list[float] | None]:
+    """One evidence's rewards per token of each response, unweighted; None where judging failed, which is counted.
+
+    A score counts at the last token. No number where the evidence abstained, or nothing was emitted: that is not judged.
+    Raises TrainingStopped where judging fails under `on_error: fail`, for a verdict that is neither a finite number nor one
+    finite number per token too.
+    """
+    scored: list[list[float] | None] = [[] for _ in responses]
+    emitted = [number for number, response in enumerate(responses) if response.tokens]
+    asked = [prompts[number] for number in emitted], [responses[number] for number in emitted]
+    distinct = list({id(prompt): prompt for prompt in prompts}.values())
+    before = [_pickled(prompt.meta) for prompt in distinct]
+    with closing(verdicts(part, *asked, iteration)) as found:
+        for number, prompt, response, verdict in zip(emitted, *asked, found, strict=True):
+            checked = verdict if isinstance(verdict, Failure) else _per_token(part, verdict, len(response.tokens))
+            if isinstance(checked, Failure):
+                if part.on_error == "fail":
+                    said = "" if checked.timed_out else "failed: "
+                    raise TrainingStopped(
+                        f"evidence '{part.use}' {said}{checked.reason}, judging {response.text!r} "
+                        f"(prompt {prompt.text!r}); `on_error: zero` or `drop` would go on"
+                    ) from checked.cause
+                failures.add(f"{'timeouts' if checked.timed_out else 'errors'}/{part.use}", checked.reason)
+            elif not checked:
+                failures.add(f"abstained/{part.use}", "")
+            scored[number] = None if isinstance(checked, Failure) else checked
+    for prompt, meta in zip(distinct, before, strict=True):
+        if meta is not None and _pickled(prompt.meta) != meta:
+            raise TrainingStopped(
+                f"evidence '{part.use}' changed the meta of the prompt {prompt.text[:60]!r} in place, which other evidence and "
+                "later iterations read; it must work on a copy"
+            )
+    return scored
+
+
+def _pickled(meta: dict[str, Any]) -> bytes | None:
+    """What a prompt's meta holds; None where it is empty, or cannot be pickled."""
+    try:
+        return pickle.dumps(meta) if meta else None
+    except Exception:
+        return None
+
+
+def _per_token(part: Evidence, verdict: Verdict, tokens: int) -> list[float] | Failure:
+    try:
+        numbers = plain(verdict)
+    except ValueError as error:
+        return Failure(str(error))
+    if numbers is None:
+        return []
+    rewards = numbers if isinstance(numbers, list) else [0.0] * (tokens - 1) + [numbers]
+    if len(rewards) != tokens:
+        return Failure(f"it returned {len(rewards)} numbers for {tokens} tokens; expected one for each, or one in all")
+    outside = part.outside(rewards)
+    return Failure(outside) if outside else rewards
+
+
+def weigh(
+    evidence: Sequence[Evidence], scored: Sequence[Sequence[list[float] | None]], responses: Sequence[Response]
+) -> tuple[list[list[float]], list[bool]]:
+    """Weighted rewards per token of each response, and whether to keep it; `scored` by each evidence.
+
+    Evidence without a number is left out of the sum; a response of which none has one is not kept.
+    """
+    rewards = [[0.0] * len(response.tokens) for response in responses]
+    keep = [any(row is None or row for row in rows) for rows in zip(*scored, strict=True)]
+    for part, rows in zip(evidence, scored, strict=True):
+        for number, row in enumerate(rows):
+            if row:
+                rewards[number] = [total + part.weight * x for total, x in zip(rewards[number], row, strict=True)]
+            elif row is None and part.on_error == "drop":
+                keep[number] = False
+    return rewards, keep
+
+
+def judge(
+    evidence: Sequence[Evidence], prompts: Sequence[Prompt], responses: Sequence[Response], iteration: int = 0
+) -> tuple[list[list[float]], list[bool], Failures]:
+    """Weighted rewards per token of each response, whether to keep it, and what failed or abstained how often."""
+    failures = Failures()
+    scored = [scores(part, prompts, responses, failures, iteration) for part in evidence]
+    rewards, keep = weigh(evidence, scored, responses)
+    return rewards, keep, failures

@@ -1,0 +1,193 @@
+"""The training loop: one iteration of reinforcement learning, from prompts to an updated policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cct.recipe import Recipe
+from cct.rollout import Credit, Rollout, Trace, derive_seed
+
+from .agent import Agent
+from .credit import Estimator, random_order
+from .evaluation import evaluate
+from .metrics import rollout_metrics
+from .minibatches import Batch, CriticBatch, CriticData, Plan, forward_plans, origin_of, passes, policy_batches
+from .ranks import Ranks
+from .sampler import Row, Sampler
+from .updates import Updates
+
+STATE = "RolloutData"  # of a checkpoint: what the loop remembers beside weights and optimizer
+
+
+@dataclass
+class Iteration:
+    """What an iteration leaves behind for those who watch the run."""
+
+    number: int
+    rows: list[Row]  # the responses, in the rollout's order
+    order: list[int]  # of each, its number among those sampled, which are in the order of the prompts
+    rollout: Rollout  # as the transport saw it
+    credit: Credit
+    metrics: dict[str, float]
+
+
+class Loop(Updates):
+    """Lightning's module: an epoch is an iteration, and its one training step is the algorithm.
+
+    Every random choice derives from (recipe seed, purpose, iteration), so iteration n is the same whether a run got there in
+    one go or was resumed.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        agent: Agent,
+        tokenizer: PreTrainedTokenizerBase,
+        reference: PreTrainedModel | None,
+        say: Callable[[str], None] = lambda line: None,  # called with what a person should see
+    ):
+        super().__init__(recipe, agent)
+        self.say, self.sampler = say, Sampler(recipe, agent.actor, tokenizer, say=say)
+        self.estimator = Estimator(recipe, agent, reference)
+        self.past: list[CriticData] = []  # what the critic goes on learning from, the newest iteration first
+        self.on_stage: Callable[[str], None] = lambda stage: None
+        self.before_update: Callable[[Sequence[Sequence[Batch]]], None] = lambda minibatches: None
+        self.ended: Iteration | None = None
+        self.evaluated: dict[str, float] = {}  # the newest evaluation
+
+    def iterate(self, iteration: int) -> Iteration:
+        """One iteration: sample, judge, read, transport; passes of the critic and of the policy; sync, evaluate."""
+        recipe, training, sampler, estimator = self.recipe, self.recipe.training, self.sampler, self.estimator
+        ranks, clock, metrics = Ranks.current(), Clock(self.on_stage), dict[str, float]()
+
+        # What happened. Rows are in random order from here on: minibatches are cut from them.
+        sampled = sampler.sample(iteration, clock.begin)
+        order = random_order(recipe, iteration, len(sampled))
+        rows = [sampled[index] for index in order]
+        rollout = estimator.rollout(rows, sampler.tokenizer.pad_token_id, iteration)
+        if recipe.needs("greedy"):
+            clock.begin("greedy")
+            rollout, cost = estimator.greedy(sampler, rollout, rows, iteration)
+            metrics |= cost
+        if recipe.transport.branches:
+            clock.begin("branch")
+            rollout, cost = estimator.branch(sampler, rollout, rows, iteration)
+            metrics |= cost
+        sampler.engine.rest()
+
+        # What the policy and the critic make of it.
+        traces: list[Trace] = []
+        plan, *plans = forward_plans([rollout, *self.past], training, ranks.world)
+        if estimator.reads:
+            clock.begin("behaviour")
+            rollout, traces = estimator.read(rollout, iteration, plan)
+        scores = rollout.scores  # of the evidence alone
+        rollout, cost = estimator.charge_kl(rollout)
+        metrics |= cost
+
+        # What it was worth.
+        clock.begin("transport")
+        credit, seen = estimator.credit(rollout, iteration)
+        metrics |= rollout_metrics(rollout, seen, credit, scores, recipe.geometry)
+
+        # The critic learns from it, and from iterations before it; then the policy.
+        each, seed = len(plan[0]) * training.minibatch_size // len(rows), derive_seed(recipe.seed, "minibatches", iteration)
+        generator = torch.Generator().manual_seed(seed)
+        critic = self._critic_batches(rollout, credit, traces, plan, plans)
+        mine, geometry = plan[ranks.rank], recipe.geometry
+        policy = policy_batches(rollout, credit, geometry, training, mine, iteration, seed, read=estimator.reads)
+        minibatches = [
+            *passes(critic, each, training.critic_epochs, generator),
+            *passes(policy, each, training.epochs if iteration > 0 else 0, generator),
+        ]
+        self.before_update(minibatches)
+        clock.begin("update")
+        for minibatch in minibatches:
+            self.update(minibatch)
+        self.remember(seen, credit)
+        metrics |= self.update_metrics() | sampler.counts()
+
+        # The engine gets the new weights.
+        if iteration > 0:
+            clock.begin("sync")
+            metrics |= sampler.sync()
+        metrics |= clock.stop(metrics["train/tokens"])
+        if iteration > 0 and (iteration == training.iterations or iteration % recipe.evaluation.every == 0):
+            metrics |= self.evaluate(iteration)
+        return Iteration(iteration, rows, order, seen, credit, metrics)
+
+    def _critic_batches(
+        self, rollout: Rollout, credit: Credit, traces: list[Trace], plan: Plan, plans: Sequence[Plan]
+    ) -> list[CriticBatch]:
+        """What the critic learns from: this iteration, and those before it as the present policy reads them."""
+        if not traces or credit.value_targets is None:
+            return []
+        size, rank = self.recipe.training.minibatch_size, Ranks.current().rank
+        batches = CriticData.of(rollout, credit.value_targets).batches(plan[rank], traces, size)
+        for data, its_plan in zip(self.past, plans, strict=True):
+            batches += data.batches(its_plan[rank], data.traces(self.agent, its_plan[rank]), size)
+        return batches
+
+    def remember(self, rollout: Rollout, credit: Credit) -> None:
+        """Let an iteration that is over count in what later ones are measured by and learn from."""
+        self.estimator.remember(rollout)
+        window = self.recipe.training.critic_window
+        if credit.value_targets is not None and window > 1:
+            self.past = [CriticData.of(rollout, credit.value_targets), *self.past][: window - 1]
+
+    def evaluate(self, iteration: int) -> dict[str, float]:
+        """Greedy evaluation of the present policy, after an iteration, on the held-out problems."""
+        self.on_stage("evaluate")
+        started = time.perf_counter()
+        self.evaluated = evaluate(self.sampler, iteration)
+        return self.evaluated | {"time/evaluate": time.perf_counter() - started}
+
+    # --- Lightning ----------------------------------------------------------------------------
+    def training_step(self, *_: Any) -> None:
+        with torch.autocast(self.device.type, enabled=False):  # the agent's forwards say themselves what is in bfloat16
+            self.ended = self.iterate(self.iteration)
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        metrics = self.evaluated | self.ended.metrics
+        self.log_dict(metrics, logger=False, on_step=False, on_epoch=True, batch_size=1)  # for callbacks, the user's own too
+
+    def train_dataloader(self) -> DataLoader:
+        """One batch an epoch, with nothing in it: the training step samples its own data."""
+        return DataLoader([0], batch_size=None)  # type: ignore[arg-type]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        past = [{name: x.cpu() for name, x in data.tensors.items()} for data in self.past]
+        checkpoint[STATE] = {"moments": self.estimator.moments, "lessons": past, "lessons_of": origin_of(self.recipe)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state, device = checkpoint[STATE], self.agent.actor.device
+        self.estimator.moments, past = state["moments"], state.get("lessons", [])
+        if past and state.get("lessons_of") != origin_of(self.recipe):
+            self.say(f"the critic's window begins anew: its {len(past)} earlier iterations were made under another recipe")
+            past = []
+        self.past = [CriticData(**saved).to(device) for saved in past[: self.recipe.training.critic_window - 1]]
+
+
+class Clock:
+    """Seconds that the stages of an iteration take."""
+
+    def __init__(self, on_stage: Callable[[str], None]):
+        self.on_stage, self.began = on_stage, list[tuple[str, float]]()
+
+    def begin(self, stage: str) -> None:
+        self.on_stage(stage)
+        self.began.append((stage, time.perf_counter()))
+
+    def stop(self, tokens: float) -> dict[str, float]:
+        """`time/STAGE` of each; `time/iteration`, up to the end of the update, and the tokens a second in it."""
+        self.began.append(("end", time.perf_counter()))
+        seconds = {f"time/{name}": after - before for (name, before), (_, after) in pairwise(self.began)}
+        whole = sum(x for name, x in seconds.items() if name != "time/sync")
+        return seconds | {"time/iteration": whole, "train/tokens_per_second": tokens / whole}

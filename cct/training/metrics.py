@@ -1,0 +1,57 @@
+"""What an iteration is measured by: names and meanings stand in docs/runs.md."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cct.geometry import Geometry
+from cct.rollout import Credit, Rollout
+from cct.transport.functional import explained_variance, explained_variance_within, gated_gae, masked_mean_std
+
+from .minibatches import correction
+
+
+def rollout_metrics(rollout: Rollout, seen: Rollout, credit: Credit, scores: Tensor, geometry: Geometry) -> dict[str, float]:
+    """Of a rollout and its credit. seen: the rollout as the transport saw it; scores: [B] of the evidence alone."""
+    mask, tokens = rollout.mask, rollout.attention_mask[:, rollout.prompt_width :].sum(1).float()
+    mean = lambda x: float(masked_mean_std(x, mask)[0])  # noqa: E731
+    kept = rollout.valid
+    metrics = {
+        "train/reward": float(scores[kept].mean()) if bool(kept.any()) else 0.0,
+        "train/length": float(tokens.mean()),
+        "train/tokens": float(tokens.sum()),
+        "train/truncated": float(rollout.truncated.float().mean()),
+        "train/dropped": float((~kept).float().mean()),
+        "advantage/mean": mean(credit.advantages),
+        "advantage/std": float(masked_mean_std(credit.advantages, mask)[1]),
+    }
+    if "entropy" in rollout.stats:
+        assert rollout.rollout_logprobs is not None
+        metrics["train/entropy"] = mean(rollout.stats["entropy"])
+        gap = (rollout.logprobs - rollout.rollout_logprobs).abs().masked_fill(~mask, 0.0)
+        metrics |= {"engine/logprob_gap": mean(gap), "engine/logprob_gap_max": float(gap.max())}
+    if geometry.correction != "none":
+        raw, used = correction(rollout, geometry)
+        metrics |= {
+            "correction/raw": mean(raw),
+            "correction/raw_max": float(raw.masked_fill(~mask, 0.0).max()),
+            "correction/used": mean(used),
+            "correction/changed": mean((raw != used).float()),
+        }
+    if credit.gate is not None:
+        gate_mean, gate_std = masked_mean_std(credit.gate, mask)
+        metrics |= {"gate/mean": float(gate_mean), "gate/std": float(gate_std)}
+    if rollout.values is not None and credit.value_targets is not None:
+        monte_carlo = gated_gae(rollout.rewards, torch.zeros_like(rollout.rewards), mask, gamma=1.0, lam=1.0)[0]
+        metrics |= {
+            "critic/explained_variance": explained_variance(rollout.values, monte_carlo, mask),
+            "critic/explained_variance_within": explained_variance_within(rollout.values, monte_carlo, mask, rollout.groups),
+            "critic/explained_variance_of_target": explained_variance(rollout.values, credit.value_targets, mask),
+            "critic/value": mean(rollout.values),
+        }
+        if seen is not rollout and seen.values is not None:
+            metrics["baseline/explained_variance"] = explained_variance(seen.values, monte_carlo, mask)
+    if "value_disagreement" in rollout.stats:
+        metrics["critic/disagreement"] = mean(rollout.stats["value_disagreement"])
+    return metrics

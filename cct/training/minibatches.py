@@ -1,0 +1,293 @@
+"""Minibatches: what one forward and backward reads, for the policy or for the critic, and which rows go into it together.
+
+How rows are split and padded changes what a forward costs and no number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cct.critic.functional import prompt_numbers, rank_in_group
+from cct.geometry import Geometry
+from cct.geometry.functional import aggregation_weights, correction_weights
+from cct.handover import read_only
+from cct.recipe import Recipe, Training
+from cct.rollout import Credit, Rollout, Trace, derive_seed
+from cct.tensors import as_mask
+
+from .agent import Agent
+from .stopped import blamed_on
+
+Size = tuple[int, int]  # tokens of a response, and of its prompt
+Plan = list[list[list[int]]]  # for each rank, the rows of each of its forwards, minibatch after minibatch
+
+
+@dataclass
+class PolicyBatch:
+    """Rows for one forward and backward of the policy. Weights were taken over the whole minibatch, before it was split."""
+
+    input_ids: Tensor  # [B, S]
+    attention_mask: Tensor  # [B, S]
+    mask: Tensor  # [B, T]
+    token_weights: Tensor  # [B, T] 1 / tokens of the minibatch: of metrics
+    loss_weights: Tensor  # [B, T] of the loss, by the geometry's aggregation
+    advantages: Tensor  # [B, T]
+    logprobs: Tensor | None  # [B, T] of the behaviour policy, which the ratio is to; None: it is the one that learns
+    correction: Tensor | None  # [B, T] of the surrogate alone, by the geometry's correction
+    marked: Tensor | None  # [B, T] tokens that the geometry chose from the whole minibatch
+    reference_logprobs: Tensor | None  # [B, T]
+    with_entropy: bool  # there was no behaviour forward, so this one has to measure the entropy
+
+
+@dataclass
+class CriticBatch:
+    """Rows for one forward and backward of the critic, over what the actor's forward left behind."""
+
+    trace: Trace
+    mask: Tensor  # [B, T]
+    token_weights: Tensor  # [B, T] 1 / tokens of the minibatch
+    value_targets: Tensor  # [B, T]
+    ranks: Tensor  # [B] of each response among those to its prompt in its iteration
+
+    @property
+    def prompt_keys(self) -> Tensor:
+        """[B] a number of each row's prompt: what an ensemble splits its data by."""
+        width = self.mask.shape[1]
+        return prompt_numbers(self.trace.input_ids[:, :-width], self.trace.attention_mask[:, :-width])
+
+
+Batch = PolicyBatch | CriticBatch
+
+
+def policy_batches(
+    rollout: Rollout,
+    credit: Credit,
+    geometry: Geometry,
+    training: Training,
+    mine: Sequence[list[int]],
+    iteration: int,
+    seed: int,
+    *,
+    read: bool,
+) -> list[PolicyBatch]:
+    """A process's part of each of the policy's minibatches, those of one minibatch together.
+
+    mine: the rows of each of its forwards. seed: of what the geometry chooses. read: there was a behaviour forward.
+    """
+    size = training.minibatch_size
+    old = rollout.rollout_logprobs if geometry.ratio_to == "engine" else rollout.logprobs
+    assert old is not None
+    on_policy = not read and geometry.ratio_to == "trainer"
+    masks = rollout.mask.split(size)
+    loss_weights = torch.cat([aggregation_weights(m, geometry.aggregation, constant=geometry.constant) for m in masks])
+    weights = None if geometry.correction == "none" else correction(rollout, geometry)[1]
+    token_weights = torch.cat([aggregation_weights(m) for m in masks])
+    marked = _marked(rollout, old, credit, geometry, size, iteration, seed)
+    batches = []
+    for rows in mine:
+        columns, width = trimmed(rollout, rows)
+        here = (rows, slice(width))
+        reference = rollout.reference_logprobs
+        batches.append(
+            PolicyBatch(
+                rollout.input_ids[rows, columns],
+                rollout.attention_mask[rows, columns],
+                rollout.mask[here],
+                token_weights[here],
+                loss_weights[here],
+                credit.advantages[here],
+                logprobs=None if on_policy else old[here],
+                correction=None if weights is None else weights[here],
+                marked=None if marked is None else marked[here],
+                reference_logprobs=None if reference is None else reference[here],
+                with_entropy=not read,
+            )
+        )
+    return batches
+
+
+def _marked(
+    rollout: Rollout, old: Tensor, credit: Credit, geometry: Geometry, size: int, iteration: int, seed: int
+) -> Tensor | None:
+    """[B, T] of the tokens that the geometry chooses from each whole minibatch; None where it chooses none."""
+    minibatches = zip(*(x.split(size) for x in (old, credit.advantages, rollout.mask)), strict=True)
+    name = f"geometry '{geometry.use}' (mark)"
+    given = {"the log-probabilities": old, "the advantages": credit.advantages, "the mask": rollout.mask}
+    with blamed_on(name, iteration), read_only(name, given, contents=iteration <= 1):
+        chosen = [geometry.mark(o, a, m, derive_seed(seed, "mark", number)) for number, (o, a, m) in enumerate(minibatches)]
+        marked = None if None in chosen else torch.cat([as_mask(part, "marked") for part in chosen])
+        if marked is not None and marked.shape != rollout.mask.shape:
+            raise ValueError(f"marked must have shape {tuple(rollout.mask.shape)}; got {tuple(marked.shape)}")
+    return marked
+
+
+def correction(rollout: Rollout, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """The ratio of trainer to engine at each token, [B, T], as it is and as it weighs the loss."""
+    assert rollout.rollout_logprobs is not None
+    return correction_weights(
+        rollout.logprobs,
+        rollout.rollout_logprobs,
+        rollout.mask,
+        geometry.correction,
+        geometry.correction_level,
+        geometry.correction_bound,
+    )
+
+
+@dataclass(frozen=True)
+class CriticData:
+    """What a critic learns from one iteration: its responses and their value targets.
+
+    Traces are not kept: when it is gone over again, the policy of that time makes new ones.
+    """
+
+    input_ids: Tensor  # [B, S]
+    attention_mask: Tensor  # [B, S]
+    mask: Tensor  # [B, T] bool
+    numbers: Tensor  # [B] of each response among those to its prompt
+    targets: Tensor  # [B, T]
+
+    @classmethod
+    def of(cls, rollout: Rollout, targets: Tensor) -> CriticData:
+        return cls(rollout.input_ids, rollout.attention_mask, rollout.mask, rank_in_group(rollout.groups), targets)
+
+    def to(self, device: torch.device | str) -> CriticData:
+        return CriticData(**{name: x.to(device) for name, x in self.tensors.items()})
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def prompt_width(self) -> int:
+        return self.input_ids.shape[1] - self.mask.shape[1]
+
+    @torch.no_grad()
+    def traces(self, agent: Agent, mine: Sequence[list[int]]) -> list[Trace]:
+        """What the critic reads as the present policy makes it, for the rows of each of a process's forwards."""
+        traces = []
+        for rows in mine:
+            columns, width = trimmed(self, rows)
+            trace = agent(self.input_ids[rows, columns], self.attention_mask[rows, columns], width, with_critic=True).trace
+            assert trace is not None
+            traces.append(trace)
+        return traces
+
+    def batches(self, mine: Sequence[list[int]], traces: Sequence[Trace], size: int) -> list[CriticBatch]:
+        """A process's part of each minibatch of `size` responses, those of one minibatch together."""
+        weights = torch.cat([aggregation_weights(mask) for mask in self.mask.split(size)])
+        batches = []
+        for rows, trace in zip(mine, traces, strict=True):
+            here = (rows, slice(trimmed(self, rows)[1]))
+            batches.append(CriticBatch(trace, self.mask[here], weights[here], self.targets[here], self.numbers[rows]))
+        return batches
+
+
+def origin_of(recipe: Recipe) -> str:
+    """All of a recipe that decides on responses and value targets, as JSON: the critic's window holds iterations under one.
+
+    Another recipe would teach it two targets at once, and have minibatches of another size.
+    """
+    training = ("prompts_per_iteration", "responses_per_prompt", "bootstrap_truncated")
+    content = recipe.model_dump(mode="json", include={"task", "generation", "evidence", "transport", "critic"})
+    content["geometry"] = {knob: getattr(recipe.geometry, knob) for knob in ("kl_in_reward", "kl_estimator")}
+    content["training"] = {knob: getattr(recipe.training, knob) for knob in training}
+    return json.dumps(content, sort_keys=True)
+
+
+def passes(batches: Sequence[Batch], each: int, epochs: int, generator: torch.Generator) -> Iterator[list[Batch]]:
+    """Minibatches of `each` consecutive batches, in random order, `epochs` times over."""
+    for _ in range(epochs if batches else 0):
+        for start in torch.randperm(len(batches) // each, generator=generator).tolist():
+            yield list(batches[start * each : (start + 1) * each])
+
+
+# --- which rows go through the model together -----------------------------------------------------
+def forward_plans(data: Sequence[Padded], training: Training, world: int) -> list[Plan]:
+    """For each iteration's rows, and for each rank, the rows of its forwards; all minibatches have equally many."""
+    sizes = [size for each in data for size in _sizes(each)]
+    rows = training.micro_batch_size or training.minibatch_size // world
+    whole = micro_batches(sizes, training.minibatch_size, world, rows=rows, tokens=training.micro_batch_tokens)
+    count, length = len(whole[0]) // len(data), len(sizes) // len(data)
+    return [
+        [[[row - number * length for row in part] for part in of_rank[start : start + count]] for of_rank in whole]
+        for number, start in enumerate(range(0, len(whole[0]), count))
+    ]
+
+
+def _sizes(batch: Padded) -> list[Size]:
+    prompt = batch.prompt_width
+    return list(
+        zip(batch.attention_mask[:, prompt:].sum(1).tolist(), batch.attention_mask[:, :prompt].sum(1).tolist(), strict=True)
+    )
+
+
+def micro_batches(
+    sizes: Sequence[Size], minibatch: int, world: int, *, rows: int, tokens: int | None = None
+) -> list[list[list[int]]]:
+    """For each rank the rows of its forwards, minibatch after minibatch; every rank and minibatch has equally many.
+
+    sizes: of all rows, in the order in which minibatches are cut from them. Within a minibatch rows go by length, so that
+    little is padded, and are dealt to the ranks in turn, whose forwards are of like lengths then.
+    rows: in each forward. tokens: the most in a forward instead, padding included; a row longer than that goes alone.
+    """
+    shares = [
+        sorted(range(start, start + minibatch), key=lambda row: sizes[row], reverse=True)[rank::world]
+        for start in range(0, len(sizes), minibatch)
+        for rank in range(world)
+    ]
+    if tokens is None:
+        parts = [[share[i : i + rows] for i in range(0, len(share), rows)] for share in shares]
+    else:
+        parts = [_within(share, sizes, tokens) for share in shares]
+    count = max(map(len, parts))
+    return [[part for share in parts[rank::world] for part in _divide(share, count)] for rank in range(world)]
+
+
+def _within(share: list[int], sizes: Sequence[Size], tokens: int) -> list[list[int]]:
+    """Consecutive rows as long as their number times the longest response and the longest prompt stays within `tokens`."""
+    parts: list[list[int]] = []
+    width = prompt = 0
+    for row in share:
+        response, asked = sizes[row]
+        width, prompt = max(width, response), max(prompt, asked)
+        if parts and (len(parts[-1]) + 1) * (width + prompt) <= tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+            width, prompt = response, asked
+    return parts
+
+
+def _divide(parts: list[list[int]], count: int) -> list[list[int]]:
+    """The same rows in `count` parts, by halving those with most rows: ranks must make equally many forwards."""
+    while len(parts) < count:
+        most = max(range(len(parts)), key=lambda i: len(parts[i]))
+        half = len(parts[most]) // 2
+        parts[most : most + 1] = [parts[most][:half], parts[most][half:]]
+    return parts
+
+
+class Padded(Protocol):
+    """Prompts padded on the left to `prompt_width`, responses on the right."""
+
+    @property
+    def attention_mask(self) -> Tensor: ...  # [B, S]
+
+    @property
+    def prompt_width(self) -> int: ...
+
+
+def trimmed(batch: Padded, rows: Sequence[int]) -> tuple[slice, int]:
+    """Columns of `input_ids` that these rows fill, and how many of them respond (at least 1)."""
+    used = batch.attention_mask[list(rows)].any(0)
+    prompt = batch.prompt_width
+    left = int(used[:prompt].int().argmax()) if bool(used[:prompt].any()) else prompt
+    width = max(1, int(used[prompt:].sum()))
+    return slice(left, prompt + width), width
