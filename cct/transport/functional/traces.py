@@ -30,9 +30,9 @@ def scan(a: Tensor, b: Tensor, end: Tensor | None = None) -> Tensor:
     products of b must not overflow, as those of discounts do not. Carries no gradient.
     Source: odd-even reduction, as in Blelloch 1990, Prefix sums and their applications.
     """
-    result = torch.empty_like(a, memory_format=torch.contiguous_format)
+    result = a.clone(memory_format=torch.contiguous_format)
     for rows in _chunks(a):
-        _solve(a[rows], b[rows], end[rows] if end is not None else None, result[rows])
+        _solve(result[rows], b[rows], end[rows] if end is not None else None)
     return result
 
 
@@ -42,27 +42,26 @@ def _chunks(x: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, len(x) if x.numel() else 0, size))
 
 
-def _solve(a: Tensor, b: Tensor, end: Tensor | None, result: Tensor) -> None:
-    """Two tokens in a row are one step; solved for those steps, the token inside each is one operation away."""
+def _solve(a: Tensor, b: Tensor, end: Tensor | None) -> None:
+    """A in place of a. Two tokens in a row are one step; solved for those, the token inside each is one operation away."""
     length = a.shape[1]
     if length == 1:
-        _last(a, b, end, result)
+        _last(a, b, end)
     elif length % 2:
-        _solve(a[:, 1:], b[:, 1:], end, result[:, 1:])
-        torch.addcmul(a[:, 0], b[:, 0], result[:, 1], out=result[:, 0])
+        _solve(a[:, 1:], b[:, 1:], end)
+        a[:, 0].addcmul_(b[:, 0], a[:, 1])
     else:
-        a_first, a_second, b_first, b_second = a[:, ::2], a[:, 1::2], b[:, ::2], b[:, 1::2]
-        first, second = result[:, ::2], result[:, 1::2]
-        _solve(torch.addcmul(a_first, b_first, a_second), b_first * b_second, end, first)
-        torch.addcmul(a_second[:, :-1], b_second[:, :-1], first[:, 1:], out=second[:, :-1])
-        _last(a, b, end, result)
+        first, second, b_first, b_second = a[:, ::2], a[:, 1::2], b[:, ::2], b[:, 1::2]
+        pairs = torch.addcmul(first, b_first, second)
+        _solve(pairs, b_first * b_second, end)
+        first.copy_(pairs)
+        second[:, :-1].addcmul_(b_second[:, :-1], pairs[:, 1:])
+        _last(a, b, end)
 
 
-def _last(a: Tensor, b: Tensor, end: Tensor | None, result: Tensor) -> None:
-    if end is None:
-        result[:, -1] = a[:, -1]
-    else:
-        torch.addcmul(a[:, -1], b[:, -1], end, out=result[:, -1])
+def _last(a: Tensor, b: Tensor, end: Tensor | None) -> None:
+    if end is not None:
+        a[:, -1].addcmul_(b[:, -1], end)
 
 
 @torch.no_grad()
