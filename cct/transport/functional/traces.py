@@ -94,13 +94,14 @@ def gated_gae(
     """
     _check(rewards, values, mask, bootstrap, gap, gamma, lam, lam_value)
     part = lambda x, rows: x[rows] if isinstance(x, Tensor) and x.dim() else x  # noqa: E731
+    one_lam = lam is lam_value or not isinstance(lam, Tensor) and not isinstance(lam_value, Tensor) and lam == lam_value
     advantages, targets = (torch.empty_like(rewards, dtype=_precision(rewards, values)) for _ in range(2))
     for rows in _chunks(rewards):
         s = Steps.of(rewards[rows], values[rows], mask[rows], part(bootstrap, rows), gap)
         g = s.knob(part(gamma, rows))
         returns = s.returns(g, part(lam, rows))
-        s.only(returns - s.values, out=advantages[rows])
-        if lam is not lam_value and (isinstance(lam, Tensor) or isinstance(lam_value, Tensor) or lam != lam_value):
+        s.only(torch.sub(returns, s.given[1], out=advantages[rows]), out=advantages[rows])
+        if not one_lam:
             returns = s.returns(g, part(lam_value, rows))
         s.only(returns, out=targets[rows])
     return advantages, targets
@@ -140,8 +141,7 @@ def _only(x: Tensor, bits: Tensor, out: Tensor | None = None) -> Tensor:
 class Steps:
     """A batch laid out for a trace: what follows each token, and on which positions the recurrence steps."""
 
-    rewards: Tensor  # [B, T], 0 where masked
-    values: Tensor  # [B, T], 0 where masked
+    given: tuple[Tensor, Tensor]  # rewards and values, [B, T]; anything where masked
     mask: Tensor  # [B, T]
     after: Tensor  # [B] V after the last step
     gap: Gap
@@ -155,14 +155,24 @@ class Steps:
         _check(rewards, values, mask, bootstrap, gap)
         mask, dtype = mask.bool(), _precision(rewards, values)
         unmasked = steps = _as_bits(mask, dtype)
-        rewards, values = (_only(x.to(dtype), unmasked) for x in (rewards, values))
-        after = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(dtype)
+        given = rewards.to(dtype), values.to(dtype)
+        after = given[1].new_zeros(len(values)) if bootstrap is None else bootstrap.to(dtype)
         over = ~mask
         if gap != "carry":
             over &= mask.cumsum(1) == mask.sum(1, keepdim=True)  # behind the last step
             steps = _as_bits(~over, dtype) if gap == "decay" else unmasked
-        handed_on = over.to(torch.int32).to(dtype)  # in two steps, each of which a CPU takes several numbers at a time
-        return cls(rewards, values, mask, after, gap, unmasked, steps, handed_on)
+        handed_on = over.view(torch.int8).to(dtype)  # of a bool, a CPU takes one number at a time
+        return cls(given, mask, after, gap, unmasked, steps, handed_on)
+
+    @cached_property
+    def rewards(self) -> Tensor:
+        """[B, T], 0 where masked."""
+        return self.only(self.given[0])
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[B, T], 0 where masked."""
+        return self.only(self.given[1])
 
     @cached_property
     def next_values(self) -> Tensor:
@@ -182,8 +192,9 @@ class Steps:
 
         Where `decay` counts gaps as steps, they take the knob of the last token before them.
         """
-        _check(self.rewards, self.values, self.mask, None, self.gap, knob)
-        full = torch.as_tensor(knob, dtype=self.values.dtype, device=self.values.device).expand_as(self.values)
+        values = self.given[1]
+        _check(values, values, self.mask, None, self.gap, knob)
+        full = torch.as_tensor(knob, dtype=values.dtype, device=values.device).expand_as(values)
         if self.gap == "decay":
             position = torch.arange(self.mask.shape[1], device=self.mask.device)
             full = full.gather(1, torch.where(self.mask, position, 0).cummax(1).values)
@@ -194,22 +205,24 @@ class Steps:
         return scan(_only(a, self.steps), _only(b, self.steps) + self.handed_on)
 
     def returns(self, g: Tensor, lam: float | Tensor) -> Tensor:
-        """Q_t = r_t + g_t [(1 - lam) V_{t+1} + lam Q_{t+1}], [B, T]. g: by `knob`; lam: float or [B, T]."""
+        """Q_t = r_t + g_t [(1 - lam) V_{t+1} + lam Q_{t+1}], [B, T]; anything where masked. g: by `knob`; lam: float or [B, T]."""
         if isinstance(lam, Tensor):
             return self.values + self.trace(self.rewards + g * self.next_values - self.values, g * self.knob(lam))
         # What a step is told by the one that follows, (1 - lam) V + lam Q, is a trace of its own, which gaps hand on: so
         # nobody has to look for the V behind a gap.
-        told = scan(torch.lerp(self.values, self.rewards, lam), torch.add(self.handed_on, g, alpha=lam), self.after)
+        rewards, values = self.given
+        told, share = torch.lerp(values, rewards, lam), torch.add(self.handed_on, g, alpha=lam)
+        _solve(self.only(told, out=told), share, self.after)
         if lam == 1:
             return told
-        result = torch.empty_like(told)
-        torch.addcmul(self.rewards[:, :-1], g[:, :-1], told[:, 1:], out=result[:, :-1])
-        torch.addcmul(self.rewards[:, -1:], g[:, -1:], self.after.unsqueeze(1), out=result[:, -1:])
+        result = share  # whose numbers have served
+        torch.addcmul(rewards[:, :-1], g[:, :-1], told[:, 1:], out=result[:, :-1])
+        torch.addcmul(rewards[:, -1], g[:, -1], self.after, out=result[:, -1])
         return result
 
     def only(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x where the mask is True, 0 elsewhere, in the precision of the values."""
-        return _only(x.to(self.values.dtype), self.unmasked, out)
+        return _only(x.to(self.after.dtype), self.unmasked, out)
 
 
 def _shifted(x: Tensor, end: Tensor) -> Tensor:
