@@ -94,7 +94,7 @@ def gated_gae(
     """
     _check(rewards, values, mask, bootstrap, gap, gamma, lam, lam_value)
     part = lambda x, rows: x[rows] if isinstance(x, Tensor) and x.dim() else x  # noqa: E731
-    one_lam = lam is lam_value or not isinstance(lam, Tensor) and not isinstance(lam_value, Tensor) and lam == lam_value
+    one_lam = lam is lam_value or (not isinstance(lam, Tensor) and not isinstance(lam_value, Tensor) and lam == lam_value)
     advantages, targets = (torch.empty_like(rewards, dtype=_precision(rewards, values)) for _ in range(2))
     for rows in _chunks(rewards):
         s = Steps.of(rewards[rows], values[rows], mask[rows], part(bootstrap, rows), gap)
@@ -205,7 +205,10 @@ class Steps:
         return scan(_only(a, self.steps), _only(b, self.steps) + self.handed_on)
 
     def returns(self, g: Tensor, lam: float | Tensor) -> Tensor:
-        """Q_t = r_t + g_t [(1 - lam) V_{t+1} + lam Q_{t+1}], [B, T]; anything where masked. g: by `knob`; lam: float or [B, T]."""
+        """Q_t = r_t + g_t [(1 - lam) V_{t+1} + lam Q_{t+1}], [B, T], anything where masked; lam: float or [B, T].
+
+        g: by `knob`.
+        """
         if isinstance(lam, Tensor):
             return self.values + self.trace(self.rewards + g * self.next_values - self.values, g * self.knob(lam))
         # What a step is told by the one that follows, (1 - lam) V + lam Q, is a trace of its own, which gaps hand on: so
@@ -215,7 +218,7 @@ class Steps:
         _solve(self.only(told, out=told), share, self.after)
         if lam == 1:
             return told
-        result = share  # whose numbers have served
+        result = share  # its memory: the trace is solved, and new memory costs a CPU more than the arithmetic
         torch.addcmul(rewards[:, :-1], g[:, :-1], told[:, 1:], out=result[:, :-1])
         torch.addcmul(rewards[:, -1], g[:, -1], self.after, out=result[:, -1])
         return result
