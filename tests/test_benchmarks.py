@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from benchmarks import concentration, growth, large, scan, step
 from benchmarks.__main__ import BENCHMARKS, main, markdown, write
 from benchmarks.measure import Machine, Result, Table, Target, agree, extra_memory, in_turn, number, ratios, spread
+from cct.transport import gated_gae
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -50,8 +51,26 @@ def test_extra_memory_is_what_a_function_takes_at_most():
 
 # --- the benchmarks -------------------------------------------------------------------------------
 def test_scan():
-    result = scan.run((scan.Shape(3, 50, least_torchrl=1, least_loop=1, most_gae=9),), rounds=1)
-    assert len(result.tables[0].rows) == 5 and len(result.targets) == 4
+    result = scan.run((scan.Shape(3, 50, least_torchrl=1, least_loop=1),), rounds=1)
+    assert len(result.tables[0].rows) == 8
+    peers = [target.what.split(": ")[1].split(" / ")[0] for target in result.targets]
+    assert peers == [scan.LOOP, scan.TORCHRL, scan.TWICE, scan.TORCHRL, scan.TWICE]
+
+
+def test_no_estimate_is_timed_whose_targets_differ_from_torchrl_s(monkeypatch):
+    def without_targets(*inputs, **knobs):
+        advantages, targets = gated_gae(*inputs, **knobs)
+        return advantages, torch.zeros_like(targets)
+
+    monkeypatch.setattr(scan, "gated_gae", without_targets)
+    with pytest.raises(AssertionError, match="targets of gated GAE"):
+        scan.run((scan.Shape(3, 50),), rounds=1)
+
+
+def test_the_definition_skips_masked_positions():
+    rewards, values, gamma = torch.tensor([[1.0, 9.0, 2.0]]), torch.tensor([[0.5, 9.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]])
+    found = scan.definition(rewards, values, torch.tensor([[True, False, True]]), gamma, 0.5)
+    assert found.tolist() == [[1.25, 0, 1]]  # 2 - 1; 1 + 0.5 * 1 - 0.5 + 0.5 * 0.5 * 1
 
 
 def test_the_plain_loop_is_the_definition():

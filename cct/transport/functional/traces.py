@@ -29,13 +29,13 @@ def scan(a: Tensor, b: Tensor, end: Tensor | None = None) -> Tensor:
     """Solve A_t = a_t + b_t * A_{t+1} along the last dimension. Every trace here is one.
 
     a, b: [B, T]. end: [B], A after the last token, default 0. Returns [B, T]. O(B*T) work and memory in about 4 log2(T)
-    operations, so on a GPU no launch per token. Works on products, never on logarithms, so zeros and signs in b are exact;
-    products of b must not overflow, as those of discounts do not. Carries no gradient.
+    operations, 5 log2(T) with an end, so on a GPU no launch per token. Works on products, never on logarithms, so zeros and
+    signs in b are exact; products of b must not overflow, as those of discounts do not. Carries no gradient.
     Source: odd-even reduction, as in Blelloch 1990, Prefix sums and their applications.
     """
-    result = torch.empty_like(a, memory_format=torch.contiguous_format)
+    result = a.clone(memory_format=torch.contiguous_format)
     for rows in _chunks(a):
-        _solve(a[rows], b[rows], end[rows] if end is not None else None, result[rows])
+        _solve(result[rows], b[rows], end[rows] if end is not None else None)
     return result
 
 
@@ -45,27 +45,26 @@ def _chunks(x: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, len(x) if x.numel() else 0, size))
 
 
-def _solve(a: Tensor, b: Tensor, end: Tensor | None, result: Tensor) -> None:
-    """Two tokens in a row are one step; solved for those steps, the token inside each is one operation away."""
+def _solve(a: Tensor, b: Tensor, end: Tensor | None) -> None:
+    """A in place of a. Two tokens in a row are one step; solved for those, the token inside each is one operation away."""
     length = a.shape[1]
     if length == 1:
-        _last(a, b, end, result)
+        _last(a, b, end)
     elif length % 2:
-        _solve(a[:, 1:], b[:, 1:], end, result[:, 1:])
-        torch.addcmul(a[:, 0], b[:, 0], result[:, 1], out=result[:, 0])
+        _solve(a[:, 1:], b[:, 1:], end)
+        a[:, 0].addcmul_(b[:, 0], a[:, 1])
     else:
-        a_first, a_second, b_first, b_second = a[:, ::2], a[:, 1::2], b[:, ::2], b[:, 1::2]
-        first, second = result[:, ::2], result[:, 1::2]
-        _solve(torch.addcmul(a_first, b_first, a_second), b_first * b_second, end, first)
-        torch.addcmul(a_second[:, :-1], b_second[:, :-1], first[:, 1:], out=second[:, :-1])
-        _last(a, b, end, result)
+        first, second, b_first, b_second = a[:, ::2], a[:, 1::2], b[:, ::2], b[:, 1::2]
+        pairs = torch.addcmul(first, b_first, second)
+        _solve(pairs, b_first * b_second, end)
+        first.copy_(pairs)
+        second[:, :-1].addcmul_(b_second[:, :-1], pairs[:, 1:])
+        _last(a, b, end)
 
 
-def _last(a: Tensor, b: Tensor, end: Tensor | None, result: Tensor) -> None:
-    if end is None:
-        result[:, -1] = a[:, -1]
-    else:
-        torch.addcmul(a[:, -1], b[:, -1], end, out=result[:, -1])
+def _last(a: Tensor, b: Tensor, end: Tensor | None) -> None:
+    if end is not None:
+        a[:, -1].addcmul_(b[:, -1], end)
 
 
 @torch.no_grad()
@@ -99,13 +98,14 @@ def gated_gae(
     """
     _check(rewards, values, mask, bootstrap, gap, gamma, lam, lam_value)
     part = lambda x, rows: x[rows] if isinstance(x, Tensor) and x.dim() else x  # noqa: E731
+    one_lam = lam is lam_value or (not isinstance(lam, Tensor) and not isinstance(lam_value, Tensor) and lam == lam_value)
     advantages, targets = (torch.empty_like(rewards, dtype=_precision(rewards, values)) for _ in range(2))
     for rows in _chunks(rewards):
         s = Steps.of(rewards[rows], values[rows], mask[rows], part(bootstrap, rows), gap)
         g = s.knob(part(gamma, rows))
         returns = s.returns(g, part(lam, rows))
-        s.only(returns - s.values, out=advantages[rows])
-        if lam is not lam_value and (isinstance(lam, Tensor) or isinstance(lam_value, Tensor) or lam != lam_value):
+        s.only(torch.sub(returns, s.given[1], out=advantages[rows]), out=advantages[rows])
+        if not one_lam:
             returns = s.returns(g, part(lam_value, rows))
         s.only(returns, out=targets[rows])
     return advantages, targets
@@ -145,8 +145,7 @@ def _only(x: Tensor, bits: Tensor, out: Tensor | None = None) -> Tensor:
 class Steps:
     """A batch laid out for a trace: what follows each token, and on which positions the recurrence steps."""
 
-    rewards: Tensor  # [B, T], 0 where masked
-    values: Tensor  # [B, T], 0 where masked
+    given: tuple[Tensor, Tensor]  # rewards and values, [B, T]; anything where masked
     mask: Tensor  # [B, T]
     after: Tensor  # [B] V after the last step
     gap: Gap
@@ -160,14 +159,24 @@ class Steps:
         _check(rewards, values, mask, bootstrap, gap)
         mask, dtype = as_mask(mask), _precision(rewards, values)
         unmasked = steps = _as_bits(mask, dtype)
-        rewards, values = (_only(x.to(dtype), unmasked) for x in (rewards, values))
-        after = values.new_zeros(len(values)) if bootstrap is None else bootstrap.to(dtype)
+        given = rewards.to(dtype), values.to(dtype)
+        after = given[1].new_zeros(len(values)) if bootstrap is None else bootstrap.to(dtype)
         over = ~mask
         if gap != "carry":
             over &= mask.cumsum(1) == mask.sum(1, keepdim=True)  # behind the last step
             steps = _as_bits(~over, dtype) if gap == "decay" else unmasked
-        handed_on = over.to(torch.int32).to(dtype)  # in two steps, each of which a CPU takes several numbers at a time
-        return cls(rewards, values, mask, after, gap, unmasked, steps, handed_on)
+        handed_on = over.view(torch.int8).to(dtype)  # of a bool, a CPU takes one number at a time
+        return cls(given, mask, after, gap, unmasked, steps, handed_on)
+
+    @cached_property
+    def rewards(self) -> Tensor:
+        """[B, T], 0 where masked."""
+        return self.only(self.given[0])
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[B, T], 0 where masked."""
+        return self.only(self.given[1])
 
     @cached_property
     def next_values(self) -> Tensor:
@@ -187,8 +196,9 @@ class Steps:
 
         Where `decay` counts gaps as steps, they take the knob of the last token before them.
         """
-        _check(self.rewards, self.values, self.mask, None, self.gap, knob)
-        full = torch.as_tensor(knob, dtype=self.values.dtype, device=self.values.device).expand_as(self.values)
+        values = self.given[1]
+        _check(values, values, self.mask, None, self.gap, knob)
+        full = torch.as_tensor(knob, dtype=values.dtype, device=values.device).expand_as(values)
         if self.gap == "decay":
             position = torch.arange(self.mask.shape[1], device=self.mask.device)
             full = full.gather(1, torch.where(self.mask, position, 0).cummax(1).values)
@@ -199,22 +209,27 @@ class Steps:
         return scan(_only(a, self.steps), _only(b, self.steps) + self.handed_on)
 
     def returns(self, g: Tensor, lam: float | Tensor) -> Tensor:
-        """Q_t = r_t + g_t [(1 - lam) V_{t+1} + lam Q_{t+1}], [B, T]. g: by `knob`; lam: float or [B, T]."""
+        """Q_t = r_t + g_t [(1 - lam) V_{t+1} + lam Q_{t+1}], [B, T], anything where masked; lam: float or [B, T].
+
+        g: by `knob`.
+        """
         if isinstance(lam, Tensor):
             return self.values + self.trace(self.rewards + g * self.next_values - self.values, g * self.knob(lam))
         # What a step is told by the one that follows, (1 - lam) V + lam Q, is a trace of its own, which gaps hand on: so
         # nobody has to look for the V behind a gap.
-        told = scan(torch.lerp(self.values, self.rewards, lam), torch.add(self.handed_on, g, alpha=lam), self.after)
+        rewards, values = self.given
+        told, share = torch.lerp(values, rewards, lam), torch.add(self.handed_on, g, alpha=lam)
+        _solve(self.only(told, out=told), share, self.after)
         if lam == 1:
             return told
-        result = torch.empty_like(told)
-        torch.addcmul(self.rewards[:, :-1], g[:, :-1], told[:, 1:], out=result[:, :-1])
-        torch.addcmul(self.rewards[:, -1:], g[:, -1:], self.after.unsqueeze(1), out=result[:, -1:])
+        result = share  # its memory: the trace is solved, and new memory costs a CPU more than the arithmetic
+        torch.addcmul(rewards[:, :-1], g[:, :-1], told[:, 1:], out=result[:, :-1])
+        torch.addcmul(rewards[:, -1], g[:, -1], self.after, out=result[:, -1])
         return result
 
     def only(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x where the mask is True, 0 elsewhere, in the precision of the values."""
-        return _only(x.to(self.values.dtype), self.unmasked, out)
+        return _only(x.to(self.after.dtype), self.unmasked, out)
 
 
 def _shifted(x: Tensor, end: Tensor) -> Tensor:
