@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from cct.loading import read_yaml
 
 Event = dict[str, Any]
 
@@ -63,7 +63,7 @@ def read_run(folder: Path) -> Run:
     tokens, fidelity = folder / "tokens.json", folder / "fidelity.json"
     return Run(
         str(folder),
-        yaml.safe_load(written),
+        read_yaml(folder / "recipe.yaml").data,
         written,
         events,
         read_lines(folder / "samples.jsonl"),
