@@ -326,7 +326,6 @@ compare: [[one, two]]
         ),
         "factors: {" + ", ".join(f"f{i}: {{" + ", ".join(f"l{j}: {{}}" for j in range(10)) + "}" for i in range(12)) + "}",
         *(
-            "common: {name: [/]}",
             "common: {training: [1]}",
             "common: {transport: !!set {a}}",
             "compare: [[one]]",
