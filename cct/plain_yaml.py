@@ -123,7 +123,7 @@ def _bounded(events: Iterator[yaml.Event]) -> Iterator[yaml.Event]:
     depth = 0
     for number, event in enumerate(events):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        line = event.start_mark.line + 1
+        line = event.start_mark.line + 1 if event.start_mark else None
         if depth > MOST_LEVELS:
             raise Unreadable(f"nested deeper than {MOST_LEVELS} levels", line)
         if number > 2 * MOST_VALUES:
