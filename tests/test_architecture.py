@@ -10,6 +10,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 AXES = ("evidence", "transport", "critic", "geometry", "task", "policy")
 LAYERS = [
+    ("plain_yaml", "terminal", "patterns"),
     ("registry",),
     ("rollout",),
     AXES,
@@ -22,7 +23,7 @@ LAYERS = [
     ("cli",),
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-ONLY = {"report": {"registry", "rollout"}}  # reads files and the values that flow
+ONLY = {"report": {"plain_yaml", "registry", "rollout"}}  # reads files and the values that flow
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
