@@ -103,9 +103,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="cct", allow_abbrev=False, description="Credit transport for language-model reinforcement learning."
-    )
+    parser = _Parser(prog="cct", allow_abbrev=False, description="Credit transport for language-model reinforcement learning.")
     parser.add_argument("--version", action="version", version=f"cct {__version__}")
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
 

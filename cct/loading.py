@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 from pydantic import TypeAdapter, ValidationError
 
 from cct import plain_yaml
-from cct.plain_yaml import MOST_LEVELS, Key, Unreadable, index_or_name, read_file
+from cct.plain_yaml import MOST_LEVELS, NEVER_WRITTEN, Key, Unreadable, index_or_name, read_file
 from cct.recipe import Plugin, Recipe, RecipeError
 from cct.registry import (
     REGISTRIES,
@@ -181,6 +181,8 @@ def override(text: str) -> Source:
     where = f"--set {shortened(text, 200)}"
     if not equals or not all(keys):
         raise RecipeError(f"{where}: expected a.b=value, for example --set training.iterations=10")
+    if NEVER_WRITTEN.search(key):
+        raise RecipeError(f"{where}: the key is not UTF-8")
     if len(keys) > MOST_LEVELS:
         raise RecipeError(f"{where}: nested deeper than {MOST_LEVELS} levels")
     data = _mapped(value, where)

@@ -27,7 +27,7 @@ MOST_DIGITS = 100
 
 _TAG = "tag:yaml.org,2002:"
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$")  # a number in YAML 1.2, a text in 1.1
-_NEVER_WRITTEN = re.compile("[\0\ud800-\udfff]")  # no path, name or prompt can hold them
+NEVER_WRITTEN = re.compile("[\0\ud800-\udfff]")  # no path, name or prompt can hold them
 
 
 class Unreadable(ValueError):
@@ -59,7 +59,7 @@ def read_file(path: Path | str, most: int = MOST_BYTES) -> bytes:
 
 def load(text: str) -> tuple[Any, dict[Key, int]]:
     """What a YAML text says, and the line of each key path, from 1. Raises Unreadable."""
-    if odd := _NEVER_WRITTEN.search(text):
+    if odd := NEVER_WRITTEN.search(text):
         raise Unreadable(f"not YAML (the character U+{ord(odd[0]):04X})", text.count("\n", 0, odd.start()) + 1)
     try:
         if len(text) > MOST_BYTES:
@@ -123,12 +123,12 @@ def _bounded(events: Iterator[yaml.Event]) -> Iterator[yaml.Event]:
     depth = 0
     for number, event in enumerate(events):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        line = event.start_mark.line + 1
+        line = event.start_mark.line + 1 if event.start_mark else None
         if depth > MOST_LEVELS:
             raise Unreadable(f"nested deeper than {MOST_LEVELS} levels", line)
         if number > 2 * MOST_VALUES:
             raise Unreadable(f"more than {MOST_VALUES:,} values", line)
-        if isinstance(event, yaml.ScalarEvent) and (odd := _NEVER_WRITTEN.search(event.value)):
+        if isinstance(event, yaml.ScalarEvent) and (odd := NEVER_WRITTEN.search(event.value)):
             raise Unreadable(f"a text with the character U+{ord(odd[0]):04X}", line)
         yield event
 

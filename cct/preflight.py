@@ -32,7 +32,10 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
         except (Exception, SystemExit) as error:  # a part may be the user's own
             problems.append(f"{place}: '{part.use}': {said(error)}")
     if not problems:
-        shape = recipe.policy.shape
+        try:
+            shape = recipe.policy.shape
+        except OSError as error:  # of a path that no file can have
+            raise RecipeError(f"policy: '{recipe.policy.use}': {error}") from None
         problems = unfit(recipe, shape) if shape is not None else []
     problems = problems or _overlaps(recipe, demonstrations)
     warnings: list[str] = []

@@ -46,15 +46,15 @@ class Plugin(Knobs):
 class Training(Knobs):
     """How much is sampled, and how actor and critic are updated from it."""
 
-    iterations: int = Field(60, ge=1)
+    iterations: int = Field(60, ge=1, le=10**12)
     """Rounds of sampling and updating the policy."""
-    prompts_per_iteration: int = Field(16, ge=1)
+    prompts_per_iteration: int = Field(16, ge=1, le=10**6)
     """Prompts in a round."""
-    responses_per_prompt: int = Field(16, ge=1)
+    responses_per_prompt: int = Field(16, ge=1, le=10**6)
     """Responses sampled for each prompt."""
     epochs: int = Field(1, ge=1, le=100)
     """Passes of the policy update over a round's responses."""
-    minibatch_size: int = Field(128, ge=1)
+    minibatch_size: int = Field(128, ge=1, le=10**9)
     """Responses per optimizer step; divides the responses of a round."""
     micro_batch_size: int | None = Field(None, ge=1)
     """Responses per forward of one process; null takes its whole part of a minibatch. Never changes the gradient."""
@@ -72,7 +72,7 @@ class Training(Knobs):
     critic_window: int = Field(1, ge=1, le=64)
     """Iterations whose responses those passes go over, this one included. The policy reads older ones again at each, with a
     forward; their value targets stay. A critic remembers more of what it has seen, and each pass takes as many times longer."""
-    critic_warmup: int = Field(0, ge=0)
+    critic_warmup: int = Field(0, ge=0, le=10**12)
     """Rounds before the first policy update in which only the critic learns, from responses of the starting policy."""
     bootstrap_truncated: bool = True
     """What follows a response that the length limit cut is worth the critic's V there. Off, it ended with the score it got:
@@ -101,7 +101,7 @@ class Training(Knobs):
     """Processes on each node, one per device; they divide every minibatch between them."""
     nodes: int = Field(1, ge=1, le=4096)
     """Machines, started by torchrun or SLURM."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=4096)
     """CPU threads of torch; null leaves torch's default."""
 
     @model_validator(mode="after")

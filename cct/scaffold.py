@@ -7,9 +7,8 @@ import keyword
 import re
 from pathlib import Path
 
-import yaml
-
 from cct.files import write_text
+from cct.plain_yaml import load
 from cct.recipe import RecipeError
 from cct.registry import load_entry_points
 
@@ -89,7 +88,7 @@ def new_transport(name: str, folder: Path) -> list[Path]:
     """Write NAME.py, NAME.yaml and test_NAME.py. Raises RecipeError on a bad name; never overwrites."""
     from cct.transport import transports
 
-    as_text = isinstance(yaml.safe_load(name), str) if re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII) else False
+    as_text = isinstance(load(name)[0], str) if re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII) else False
     if not as_text or keyword.iskeyword(name):
         raise RecipeError(
             f"'{name}' cannot name a module and a recipe; use letters, digits, underscores, for example half_life"

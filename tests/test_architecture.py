@@ -10,7 +10,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 AXES = ("evidence", "transport", "critic", "geometry", "task", "policy")
 LAYERS = [
-    ("files", "signals"),
+    ("plain_yaml", "terminal", "patterns", "files", "signals"),
     ("registry",),
     ("tensors",),
     ("rollout", "handover"),
@@ -25,7 +25,7 @@ LAYERS = [
     ("cli",),
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-ONLY = {"report": {"files", "registry", "rollout"}}  # reads files and the values that flow
+ONLY = {"report": {"plain_yaml", "files", "registry", "rollout"}}  # reads files and the values that flow
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}

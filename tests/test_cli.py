@@ -185,10 +185,8 @@ def test_bad_input_ends_with_2_and_one_message(capsys, argv, says):
 def test_a_process_ends_with_2_without_a_traceback():
     done = cct_process("check", "recipes/compo.yaml", "--set", "seed=x")
     assert done.returncode == 2 and done.stdout == ""
-    assert (
-        done.stderr
-        == "error: --set seed=x: seed: input should be a valid integer (found 'x'). "
-        + ("The one seed: weights, problems, sampling and shuffling derive from it.\n")
+    assert done.stderr == "error: --set seed=x: seed: input should be a valid integer (found 'x'). " + (
+        "The one seed: weights, problems, sampling and shuffling derive from it.\n"
     )
 
 

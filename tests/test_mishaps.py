@@ -131,6 +131,8 @@ class Broken(Transport):
             raise KeyError("gone")
         if self.gives == "library":
             torch.tensor([1.0]).reshape(7)
+        if self.gives == "leave":
+            raise SystemExit(0)
         if self.gives == "interrupt":
             raise KeyboardInterrupt
         if self.gives == "later":
@@ -277,6 +279,13 @@ def test_a_folder_in_which_nothing_was_found_out_is_not_left_behind(gives, code,
     assert "nothing was trained yet" in output and not list((tmp_path / "runs" / "grpo").iterdir())
 
 
+def test_a_run_folder_may_be_called_like_markup(broken, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*of_ones_own(tmp_path, "grpo"), "--into", "[/]x"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "[/]x" in output and (tmp_path / "[" / "]x" / "policy").is_dir()
+
+
 def test_an_interrupted_run_says_how_to_go_on(broken, interrupts, tmp_path, capsys):
     sets, name, _ = broken
     transport = f"transport={{use: {name}, gives: later}}"
@@ -380,6 +389,7 @@ def test_a_wrong_count_of_rewards_says_both_counts():
         ("targets", r"returned a tensor of torch\.int64 .* as value_targets"),
         ("gate", r"returned a tensor of torch\.float32 and shape \(\d,\) as gate"),
         ("error", r"in iteration 1: KeyError: 'gone' \(FILE:LINE\)$"),
+        ("leave", r"in iteration 1: SystemExit: 0 \(FILE:LINE\)$"),
         ("library", r"in iteration 1: RuntimeError: shape '\[7\]' is invalid for input of size 1 \(FILE:LINE\)$"),
     ],
 )
@@ -387,7 +397,7 @@ def test_a_transport_that_breaks_its_promise_is_named(gives, says, broken):
     sets, name, path = broken
     recipe = tiny("grpo", sets, f"transport={{use: {name}, gives: {gives}}}")
     agent, tokenizer, _ = build(recipe)
-    line = line_of(path, "KeyError" if gives == "error" else "reshape")
+    line = line_of(path, {"error": "KeyError", "leave": "SystemExit"}.get(gives, "reshape"))
     says = says.replace("FILE", str(path)).replace("LINE", str(line))
     with pytest.raises(TrainingStopped, match=rf"^transport '{name}' {says}"):
         Held(recipe, agent, tokenizer).collect(1)

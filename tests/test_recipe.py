@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cct.evidence import evidences
 from cct.loading import dump_recipe, load_recipe
 from cct.recipe import Recipe, RecipeError
 from cct.transport.gae import GAE, CompGAE
@@ -551,6 +552,86 @@ def test_an_error_of_a_plugin_passes_with_the_recipes_line(tmp_path, code, error
     assert [
         note for note in caught.value.__notes__ if note.startswith(f"{path}, line 2: ") and "mine.py failed to import" in note
     ]
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "raise SystemExit", "raise GeneratorExit", "exit()"])
+def test_a_plugin_that_leaves_is_named(tmp_path, code):
+    write(tmp_path, f"x = 1\n{code}\n", "mine.py")
+    path = over(tmp_path, "plugins: [./mine.py]")
+    found = the_problem(path)
+    assert found.startswith(f"{path}, line 2: plug-in {tmp_path / 'mine.py'} failed to import: ") and "mine.py:2" in found
+
+
+LEAVES = """
+import sys
+from pydantic import field_validator
+from cct.evidence import Evidence, evidences
+
+@evidences.register("leaves_in_its_check")
+class Leaves(Evidence):
+    "Leaves."
+    knob: int = 1
+
+    @field_validator("knob")
+    @classmethod
+    def _leaves(cls, knob):
+        sys.exit(0)
+"""
+
+
+def test_a_plugin_that_leaves_in_a_check_of_its_knobs_is_named(tmp_path):
+    write(tmp_path, LEAVES, "leaves.py")
+    try:
+        found = the_problem(over(tmp_path, "plugins: [./leaves.py]\nevidence: [{use: leaves_in_its_check}]"))
+    finally:
+        del evidences._classes["leaves_in_its_check"]
+    assert "SystemExit: 0" in found and "leaves.py:14" in found
+
+
+def test_a_plugin_that_changes_the_folder_does_not(tmp_path):
+    write(tmp_path, "import os\nos.chdir('/')\n", "moves.py")
+    before = Path.cwd()
+    load_recipe(over(tmp_path, "plugins: [./moves.py]"))
+    assert Path.cwd() == before
+
+
+# --- values of another kind -------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "where", "says"),
+    [
+        ("seed: true", "seed", "valid integer (found True)"),
+        ("seed: '3'", "seed", "valid integer (found '3')"),
+        ("seed: 3.0", "seed", "valid integer (found 3.0)"),
+        ("name: 3", "name", "valid string"),
+        ("task: {noisy_operands: [true, yes]}", "task.noisy_operands.0", "valid integer (found True)"),
+        ("task: {noise: yes}", "task.noise", "valid number (found True)"),
+        ("training: {learning_rate: '1e-4'}", "training.learning_rate", "valid number"),
+        ("training: {bootstrap_truncated: 'yes'}", "training.bootstrap_truncated", "valid boolean"),
+        ("training: {bootstrap_truncated: 1}", "training.bootstrap_truncated", "valid boolean"),
+        ("transport: {use: comp_gae, gate: {use: entropy, sign: true}}", "transport.gate.sign", "1 or -1 (found True)"),
+        ("transport: {use: comp_gae, gate: {use: entropy, sign: 1.0}}", "transport.gate.sign", "1 or -1 (found 1.0)"),
+    ],
+)
+def test_no_value_is_turned_into_another_kind(tmp_path, text, where, says):
+    found = problems(over(tmp_path, text))[0]
+    assert f", line 2: {where}: input should be " in found and says in found, found
+
+
+def test_an_exponent_alone_makes_a_number(tmp_path):
+    path = over(tmp_path, "training: {learning_rate: 1e-4}")
+    training = load_recipe(path, ["training.weight_decay=1E-2", "training.gradient_clip=2"]).training
+    assert (training.learning_rate, training.weight_decay, training.gradient_clip) == (1e-4, 0.01, 2.0)
+
+
+@pytest.mark.parametrize("name", ["1e5", "yes", "1.5", "0x1f", "2024-01-01", "012"])
+def test_a_name_that_looks_like_a_value_is_read_back(tmp_path, name):
+    recipe = load_recipe(over(tmp_path, f"name: '{name}'"))
+    assert load_recipe(write(tmp_path, dump_recipe(recipe), "again.yaml")) == recipe
+
+
+def test_a_merge_key_lays_over(tmp_path):
+    path = over(tmp_path, "evidence:\n- &one {use: exact_match, weight: 2}\n- {<<: *one, ignore_case: true, weight: 3}")
+    assert [part.weight for part in load_recipe(path).evidence] == [2.0, 3.0]
 
 
 # --- prompts ----------------------------------------------------------------------------------

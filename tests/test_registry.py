@@ -1,14 +1,17 @@
 """Components and registries: what a name may be, what a component must have, and how knobs become operators."""
 
 import math
+import re
+import tomllib
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-import cct.recipe  # noqa: F401  (registers everything)
+import cct.recipe
 from cct.recipe import Recipe
-from cct.registry import REGISTRIES, Component, Registry, load_plugin, optional
+from cct.registry import REGISTRIES, Component, Registry, install, load_plugin, optional
 from cct.transport import Gate, Transport, gates, transports
 from cct.transport.gae import GAE, CompGAE
 from cct.transport.gate import AttentionGate, ConstantGate, ShuffleGate
@@ -274,3 +277,18 @@ def test_gates_and_transports_are_axes_of_their_own():
 def test_a_library_that_is_not_there_is_named_by_its_top_package():
     with pytest.raises(ValueError, match=r"the library nowhere_to_be_found is not installed; pip install -e '\.\[data\]'"):
         optional("nowhere_to_be_found.inside", "data")
+
+
+def test_the_advice_is_an_install_of_the_checkout(tmp_path, monkeypatch):
+    root = Path(cct.__file__).parents[1]
+    monkeypatch.chdir(root)
+    assert install("math") == "pip install -e '.[math]'"
+    monkeypatch.chdir(tmp_path)
+    assert install("math", "data") == f"pip install -e '.[math,data]' (in {root})"
+
+
+def test_nothing_names_the_project_that_is_called_cct_on_pypi():
+    root = Path(cct.__file__).parents[1]
+    files = [root / "README.md", root / "pyproject.toml", *(root / "docs").glob("*.md"), *(root / "cct").rglob("*.py")]
+    assert [path for path in files if re.search(r"\bcct\[", path.read_text(encoding="utf-8"))] == []
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"] == "credit-transport"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from cct.plain_yaml import Unreadable, load, read_file
 
 Event = dict[str, Any]
 
@@ -59,11 +59,15 @@ def read_run(folder: Path) -> Run:
     events = read_lines(folder / "metrics.jsonl")
     if not events:
         raise ReportError(f"{folder}/metrics.jsonl: no event yet; wait for the first evaluation")
-    written = (folder / "recipe.yaml").read_text(encoding="utf-8")
+    try:
+        written = read_file(folder / "recipe.yaml").decode("utf-8")
+        recipe = load(written)[0]
+    except (Unreadable, UnicodeDecodeError) as error:
+        raise ReportError(f"{folder}/recipe.yaml: {error}") from None
     tokens, fidelity = folder / "tokens.json", folder / "fidelity.json"
     return Run(
         str(folder),
-        yaml.safe_load(written),
+        recipe,
         written,
         events,
         read_lines(folder / "samples.jsonl"),

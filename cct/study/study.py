@@ -16,18 +16,23 @@ settings of a grid under which each arm is run.
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import Field, model_validator
 
 from cct.loading import Source, override, read_yaml, recipe_of, validated, with_bases
+from cct.plain_yaml import dump
 from cct.preflight import preflight
 from cct.recipe import Recipe, RecipeError
 from cct.registry import Knobs, did_you_mean
+from cct.terminal import shortened
+
+MOST_CELLS = 10_000
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 Layer = dict[str, Any] | None
@@ -118,10 +123,13 @@ class Study(Knobs):
             raise ValueError("give arms or factors; without them there is nothing to compare")
         if empty := [name for name, levels in self.factors.items() if not levels]:
             raise ValueError(f"factor '{empty[0]}' has no level")
+        cells = max(1, len(self.arms)) * math.prod(map(len, self.factors.values())) * len(self.seeds)
+        if cells > MOST_CELLS:
+            raise ValueError(f"{cells:,} cells; a study has at most {MOST_CELLS:,}")
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"a seed stands twice: {self.seeds}")
+            raise ValueError(f"a seed stands twice: {shortened(str(self.seeds), 200)}")
         names = [cell.name for cell in self.cells if cell.seed == self.seeds[0]]
-        if twice := [name for name in names if names.count(name) > 1]:
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise ValueError(f"two cells would be called '{twice[0]}'; rename an arm or a level")
         for name in [n for pair in self.compare for n in pair] + [
             n for square in self.interactions.values() for pair in square for n in pair
@@ -207,7 +215,8 @@ def _recipe(study: Study, source: Source, path: Path, cell: Cell) -> Recipe:
     for layer in written:
         layer.data = {key: value for key, value in layer.data.items() if key != "base"}
         recipe = with_bases(layer, path).lay_over(recipe)
-    threads = (recipe.data.get("training") or {}).get("threads")
+    training = recipe.data.get("training")
+    threads = training.get("threads") if isinstance(training, Mapping) else None
     if threads not in (None, study.threads):
         raise RecipeError(f"training.threads is {threads}, and threads of the study {study.threads}; set the study's alone")
     own = {"name": cell.name, "seed": cell.seed, "training": {"threads": study.threads}}
@@ -244,4 +253,4 @@ def _unpaired(study: Study, recipes: Mapping[Cell, Recipe]) -> list[str]:
 
 def dump_study(study: Study) -> str:
     """The study's own keys as YAML, every knob with its value."""
-    return yaml.safe_dump(study.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    return dump(study.model_dump(mode="json"))
