@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,9 @@ class Recorder(Callback):
     def _checkpoint(self, trainer: Trainer, iteration: int) -> None:
         """All processes call; the first one's place is where the parts of DeepSpeed's are put together."""
         path = self.folder / "checkpoints" / f"{iteration:06d}.ckpt"
-        with kept(self.folder, path) if trainer.is_global_zero else nullcontext() as place, writing(path):
+        with ExitStack() as stack:
+            place = stack.enter_context(kept(self.folder, path)) if trainer.is_global_zero else path
+            stack.enter_context(writing(path))
             trainer.save_checkpoint(trainer.strategy.broadcast(place))
         for old in checkpoints(self.folder)[: -self.recipe.training.keep_checkpoints] if trainer.is_global_zero else []:
             remove(old)
