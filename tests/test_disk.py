@@ -197,7 +197,7 @@ def test_a_run_that_cannot_write_says_so_in_a_line(what, size, sets, tmp_path, c
     folder = tmp_path / "run"
     with at_most(size):
         assert main(["run", str(recipe), "--into", str(folder), *words]) == 1
-    assert f"error: {folder / what}: cannot be written" in one_error(capsys)
+    assert f"error: {folder / what}: cannot be written (File too large)" in one_error(capsys)
     assert not unfinished(tmp_path) and not checkpoints(folder)
 
 

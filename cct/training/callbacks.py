@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from cct.files import append, forget, kept, remove, write_text, writing
+from cct.files import WriteError, append, forget, kept, remove, write_text, writing
 from cct.loading import dump_recipe
 from cct.policy.weights import save
 from cct.recipe import Recipe
@@ -93,8 +94,9 @@ class Recorder(Callback):
         iteration, data = module.iteration, trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, RolloutData)
         ended = data.finish(iteration)
-        if trainer.is_global_zero and self.resumed is not None:
-            self._take_over(self.resumed)
+        with self._agreed():
+            if trainer.is_global_zero and self.resumed is not None:
+                self._take_over(self.resumed)
         self.resumed = None
         metrics = ended.metrics | module.update_metrics()
         seconds, self.pause = time.perf_counter() - ended.started - self.pause, 0.0
@@ -107,10 +109,11 @@ class Recorder(Callback):
         self._log(trainer, metrics, iteration)
         if self.profile is not None:
             self.profile.took(iteration, metrics)
-        if trainer.is_global_zero:
-            samples = ({"iteration": iteration, **asdict(sample)} for sample in ended.samples)
-            append(self.folder / "samples.jsonl", "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
-            store(ended.rollout, self.folder, iteration, self.recipe.logging)
+        with self._agreed():
+            if trainer.is_global_zero:
+                samples = ({"iteration": iteration, **asdict(sample)} for sample in ended.samples)
+                append(self.folder / "samples.jsonl", "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
+                store(ended.rollout, self.folder, iteration, self.recipe.logging)
         asked = next((number for number in Ranks.current().gather(self.ending.asked) if number is not None), None)
         due = iteration % self.recipe.training.checkpoint_every == 0 or asked is not None
         if last or (iteration > 0 and due):
@@ -124,10 +127,12 @@ class Recorder(Callback):
     def _checkpoint(self, trainer: Trainer, iteration: int) -> None:
         """All processes call; the first one's place is where the parts of DeepSpeed's are put together."""
         path = self.folder / "checkpoints" / f"{iteration:06d}.ckpt"
-        with ExitStack() as stack:
+        with self._agreed(), ExitStack() as stack:
             place = stack.enter_context(kept(self.folder, path)) if trainer.is_global_zero else path
             stack.enter_context(writing(path))
             trainer.save_checkpoint(trainer.strategy.broadcast(place))
+            if (refused := getattr(trainer.strategy.checkpoint_io, "refused", None)) is not None:
+                raise refused
         for old in checkpoints(self.folder)[: -self.recipe.training.keep_checkpoints] if trainer.is_global_zero else []:
             remove(old)
             forget(self.folder, old)
@@ -136,8 +141,20 @@ class Recorder(Callback):
         """Export while every process still holds its part of the weights."""
         assert isinstance(module, CreditModule)
         self.display.show(stage="export")
-        with kept(self.folder, self.folder / "policy") if trainer.is_global_zero else nullcontext() as place:
+        with self._agreed(), kept(self.folder, self.folder / "policy") if trainer.is_global_zero else nullcontext() as place:
             save(module.agent.actor, self.tokenizer, place)
+
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """What the first process cannot write is raised on every process, so that none waits for it."""
+        refused: WriteError | None = None
+        try:
+            yield
+        except WriteError as error:
+            refused = error
+        found = next((error for error in Ranks.current().gather(refused) if error is not None), None)
+        if found is not None:
+            raise found
 
     def _take_over(self, reached: int) -> None:
         """A resumed run has done its first iteration, so nothing refused it: what came after its checkpoint goes."""
@@ -158,8 +175,8 @@ class Recorder(Callback):
         }
 
     def _log(self, trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
-        for logger in trainer.loggers:
-            with writing(self.folder / "logs"):
+        with self._agreed(), writing(self.folder / "logs"):
+            for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=iteration)
                 logger.save()
         self.display.iteration(iteration, metrics)
