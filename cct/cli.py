@@ -289,6 +289,9 @@ def _run(arguments: argparse.Namespace) -> int:
             start(recipe, arguments.runs, console=console, into=arguments.into, profile=arguments.profile)
     except TrainingStopped as error:
         return _stopped(error)
+    except BrokenPipeError:  # `cct run RECIPE | head`: the run is not done
+        _leave_stdout()
+        raise Interrupted(signal.SIGPIPE) from None
     return 0
 
 

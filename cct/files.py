@@ -145,14 +145,17 @@ def _move(unfinished: Path, path: Path) -> None:
 
 def _refusal(error: BaseException | None) -> OSError | None:
     """The operating system's error behind another one. Libraries in Rust write its number into their text, torch nothing."""
+    chain: list[BaseException] = []
     while error is not None:
-        if isinstance(error, OSError) and error.errno in REFUSALS:
-            return error
-        if found := re.search(r"\(os error (\d+)\)", str(error)):
-            return OSError(int(found[1]), os.strerror(int(found[1])))
-        if re.search("iostream error|unexpected pos|failed writing", str(error)):
-            return OSError(errno.EIO, "torch could write a part of it only")
+        chain.append(error)
         error = error.__cause__ or error.__context__
+    for one in chain:
+        if isinstance(one, OSError) and one.errno in REFUSALS:
+            return one
+        if found := re.search(r"\(os error (\d+)\)", str(one)):
+            return OSError(int(found[1]), os.strerror(int(found[1])))
+    if any(re.search("iostream error|unexpected pos|failed writing", str(one)) for one in chain):
+        return OSError(errno.EIO, "torch could write a part of it only")
     return None
 
 

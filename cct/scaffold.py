@@ -7,7 +7,7 @@ import keyword
 import re
 from pathlib import Path
 
-from cct.files import write_text
+from cct.files import WriteError, remove, write_text
 from cct.plain_yaml import load
 from cct.recipe import RecipeError
 from cct.registry import load_entry_points
@@ -103,6 +103,11 @@ def new_transport(name: str, folder: Path) -> list[Path]:
             raise RecipeError(f"{folder / file} exists already; nothing was written")
     if name.startswith("test_") or name == "conftest" or importlib.util.find_spec(name) is not None:
         raise RecipeError(f"'{name}' is a module that pytest or Python would import in its place; choose another name")
-    for file, text in texts.items():
-        write_text(folder / file, text.format(name=name, cls=cls))
+    try:
+        for file, text in texts.items():
+            write_text(folder / file, text.format(name=name, cls=cls))
+    except WriteError:
+        for file in texts:
+            remove(folder / file)
+        raise
     return [folder / file for file in texts]

@@ -6,6 +6,8 @@ import pickle
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -195,7 +197,7 @@ def test_a_run_that_cannot_write_says_so_in_a_line(what, size, sets, tmp_path, c
     folder = tmp_path / "run"
     with at_most(size):
         assert main(["run", str(recipe), "--into", str(folder), *words]) == 1
-    assert f"error: {folder / what}: cannot be written" in one_error(capsys)
+    assert f"error: {folder / what}: cannot be written (File too large)" in one_error(capsys)
     assert not unfinished(tmp_path) and not checkpoints(folder)
 
 
@@ -291,6 +293,29 @@ def test_a_checkpoint_without_a_checksum_is_read(run):
     assert restore(run)[-1] == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("recipe.yaml", b"a: ["),
+        ("recipe.yaml", b""),
+        ("fidelity.json", b"{"),
+        ("tokens.json", b"[]"),
+        ("metrics.jsonl", b'\xff\n{"iteration": 0}\n'),
+        ("samples.jsonl", b'12\n{"iteration": 0}\n'),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named_by_its_report(name, content, run, capsys):
+    shutil.rmtree(run / "rollouts")
+    (run / name).write_bytes(content)
+    assert main(["report", str(run)]) == 2
+    assert f"{run / name}" in one_error(capsys)
+
+
+def test_output_that_cannot_be_written_is_one_message():
+    done = subprocess.run(f"{sys.executable} -m cct.cli ls > /dev/full", shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
 # --- two processes at one run -----------------------------------------------------------------
 def test_a_run_in_which_another_process_trains_is_refused_and_one_whose_process_died_is_not(run, capsys):
     with locked(run):
@@ -315,7 +340,7 @@ def test_what_a_killed_process_left_half_written_is_removed_when_the_run_goes_on
     [
         ("training.prompts_per_iteration=2", True),
         ("training.responses_per_prompt=8", True),
-        ("evidence=[exact_match, {use: format, pattern: '.*#.*', weight: 0.1}]", True),
+        ("evidence=[{use: exact_match, weight: 0.5}, {use: format, pattern: '.*#.*', weight: 0.5}]", True),
         ("transport.lam=0.9", True),
         ("training.critic_window=1", False),
         ("training.learning_rate=1e-5", False),
@@ -326,6 +351,11 @@ def test_the_critics_window_holds_iterations_under_one_recipe(change, anew, run)
     resume(run, None, [*LONGER, change], console=by)
     assert ("the critic's window begins anew: its 1 earlier iterations" in said(by)) == anew
     assert read_metrics(run)[-1]["iteration"] == 3
+
+
+def test_a_critic_does_not_go_on_with_other_bounds_of_the_reward(run):
+    with pytest.raises(RecipeError, match=r"evidence: rewards in \(0\.0, 1\.0\) -> \(0\.0, 2\.0\), which bound the"):
+        to_resume(run, None, [*LONGER, "evidence.0.weight=2"])
 
 
 def test_a_run_is_not_resumed_to_fewer_iterations_than_are_done(run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,19 +72,30 @@ def read_run(folder: Path) -> Run:
         written,
         events,
         read_lines(folder / "samples.jsonl"),
-        json.loads(tokens.read_text(encoding="utf-8"))["responses"] if tokens.is_file() else [],
-        json.loads(fidelity.read_text(encoding="utf-8")) if fidelity.is_file() else None,
+        _read(tokens, json.loads)["responses"] if tokens.is_file() else [],
+        _read(fidelity, json.loads) if fidelity.is_file() else None,
     )
+
+
+def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """The mapping that a file holds. Raises ReportError where it holds none."""
+    try:
+        found = parse(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"a mapping was expected, and it holds {type(found).__name__}")
+    except (ValueError, yaml.YAMLError) as error:
+        raise ReportError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+    return found
 
 
 def read_lines(path: Path) -> list[Event]:
     """The objects of a .jsonl file; none where it is missing. A last line not yet written whole is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     events = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(lines, 1):
         try:
-            events.append(json.loads(line))
-        except ValueError:
-            if number + 1 < len(lines):
-                raise ReportError(f"{path}, line {number + 1}: not JSON") from None
+            events.append({**json.loads(line)})
+        except (ValueError, TypeError):
+            if number < len(lines):
+                raise ReportError(f"{path}, line {number}: not JSON; take the line out") from None
     return events

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from cct.files import append, forget, kept, remove, write_text, writing
+from cct.files import WriteError, append, forget, kept, remove, write_text, writing
 from cct.loading import dump_recipe
 from cct.policy.weights import save
 from cct.recipe import Recipe
@@ -84,16 +85,18 @@ class Recorder(Callback):
         assert isinstance(module, Loop) and module.ended is not None
         ended, module.ended = module.ended, None
         iteration, training = ended.number, self.recipe.training
-        if trainer.is_global_zero and self.resumed is not None:
-            self._take_over(self.resumed)
+        with self._agreed():
+            if trainer.is_global_zero and self.resumed is not None:
+                self._take_over(self.resumed)
         self.resumed = None
         self._log(trainer, ended.metrics, iteration)
         if self.profile is not None:
             self.profile.took(iteration, ended.metrics)
-        if trainer.is_global_zero:
-            samples = ({"iteration": iteration, **sample} for sample in samples_of(ended, self.recipe.logging.samples))
-            append(self.folder / "samples.jsonl", "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
-            store(ended.rollout, self.folder, iteration, self.recipe.logging)
+        with self._agreed():
+            if trainer.is_global_zero:
+                samples = ({"iteration": iteration, **sample} for sample in samples_of(ended, self.recipe.logging.samples))
+                append(self.folder / "samples.jsonl", "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
+                store(ended.rollout, self.folder, iteration, self.recipe.logging)
         asked = next((number for number in Ranks.current().gather(self.ending.asked) if number is not None), None)
         last = iteration == training.iterations
         due = iteration % training.checkpoint_every == 0 or asked is not None
@@ -108,8 +111,12 @@ class Recorder(Callback):
     def _checkpoint(self, trainer: Trainer, iteration: int) -> None:
         """All processes call; the first one's place is where the parts of DeepSpeed's are put together."""
         path = self.folder / "checkpoints" / f"{iteration:06d}.ckpt"
-        with kept(self.folder, path) if trainer.is_global_zero else nullcontext() as place, writing(path):
+        with self._agreed(), ExitStack() as stack:
+            place = stack.enter_context(kept(self.folder, path)) if trainer.is_global_zero else path
+            stack.enter_context(writing(path))
             trainer.save_checkpoint(trainer.strategy.broadcast(place))
+            if (refused := getattr(trainer.strategy.checkpoint_io, "refused", None)) is not None:
+                raise refused
         for old in checkpoints(self.folder)[: -self.recipe.training.keep_checkpoints] if trainer.is_global_zero else []:
             remove(old)
             forget(self.folder, old)
@@ -118,8 +125,20 @@ class Recorder(Callback):
         """Export while every process still holds its part of the weights."""
         assert isinstance(module, Loop)
         self.display.show(stage="export")
-        with kept(self.folder, self.folder / "policy") if trainer.is_global_zero else nullcontext() as place:
+        with self._agreed(), kept(self.folder, self.folder / "policy") if trainer.is_global_zero else nullcontext() as place:
             save(module.agent.actor, self.tokenizer, place)
+
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """What the first process cannot write is raised on every process, so that none waits for it."""
+        refused: WriteError | None = None
+        try:
+            yield
+        except WriteError as error:
+            refused = error
+        found = next((error for error in Ranks.current().gather(refused) if error is not None), None)
+        if found is not None:
+            raise found
 
     def _take_over(self, reached: int) -> None:
         """A resumed run has done its first iteration, so nothing refused it: what came after its checkpoint goes."""
@@ -131,8 +150,8 @@ class Recorder(Callback):
             forget(self.folder, later)
 
     def _log(self, trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
-        for logger in trainer.loggers:
-            with writing(self.folder / "logs"):
+        with self._agreed(), writing(self.folder / "logs"):
+            for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=iteration)
                 logger.save()
         self.display.iteration(iteration, metrics)

@@ -152,6 +152,9 @@ def to_resume(folder: Path, recipe: Recipe | None = None, overrides: Sequence[st
     refused = [line if len(line) <= LONG else f"{line[:LONG]}..." for line in refused]
     if recipe.task != before.task and recipe.policy.warm_start is not None and recipe.needs("reference"):
         refused.append("task: another one, on whose demonstrations the reference model would be made again")
+    if recipe.critic is not None and recipe.reward_bounds != before.reward_bounds:
+        bounds = f"{before.reward_bounds} -> {recipe.reward_bounds}"
+        refused.append(f"evidence: rewards in {bounds}, which bound the critic's values")
     if recipe.policy.reads_alphabet and recipe.task != before.task and recipe.task.alphabet != before.task.alphabet:
         refused.append("task: other characters, of which the policy's tokenizer is made")
     if refused:

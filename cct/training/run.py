@@ -103,12 +103,16 @@ def train(
         try:
             with answered(ending):
                 trainer.fit(loop, ckpt_path=checkpoint, weights_only=True)
+        except WriteError:
+            if folder is None:  # the first process says it
+                raise SystemExit(1) from None
+            raise
         except OSError as error:
             if isinstance(error.__context__, WriteError):  # a logger that writes once more when it is closed
                 raise error.__context__ from None
             raise
         except SystemExit as left:
-            if isinstance(left.__context__, KeyboardInterrupt):  # Lightning makes an exit of it
+            if isinstance(left.__context__, KeyboardInterrupt) and folder is not None:  # Lightning makes an exit of it
                 raise left.__context__ from None
             raise
         finally:

@@ -16,9 +16,15 @@ from .export import tensors_only
 class OneFile(TorchCheckpointIO):
     """Checkpoints that are one file, written to their place; Lightning's own go through memory and the system's /tmp."""
 
+    refused: Exception | None = None
+    """Why the last one could not be written; for when every process has passed the barrier behind it."""
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        with open(path, "wb") as file:
-            torch.save(checkpoint, file)
+        try:
+            with open(path, "wb") as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            self.refused = error
 
 
 def strategy_of(recipe: Recipe) -> Strategy | str:
