@@ -23,7 +23,7 @@ from cct.training.collect import Collector
 from cct.training.rows import judge
 from cct.training.stopped import TrainingStopped
 from cct.transport import Gate, Transport, transports
-from cct.transport.gate import EntropyGate, ProductGate, TurnGate
+from cct.transport.gate import EntropyGate, ProductGate
 
 NAN, INF = float("nan"), float("inf")
 
@@ -164,7 +164,7 @@ def gated(gate: Gate) -> Transport:
         (gated(Fixed(number=2)), "gate 'Fixed' (transport.gate) returned 2 in iteration 1; expected numbers in [0, 1]"),
         (gated(Fixed(number=-1)), "gate 'Fixed' (transport.gate) returned -1 in iteration 1"),
         (gated(Fixed(number=NAN)), "NaN or infinity from gate 'Fixed' (transport.gate) in iteration 1"),
-        (gated(ProductGate(parts=[TurnGate(), Fixed(number=INF)])), "NaN or infinity from gate 'Fixed' (transport.gate.parts.1"),
+        (gated(ProductGate(parts=["turn", Fixed(number=INF)])), "NaN or infinity from gate 'Fixed' (transport.gate.parts.1)"),
         (gated(Fixed(harm="rollout")), "gate 'Fixed' (transport.gate) changed rollout.values in place in iteration 1"),
         (gated(Fixed(harm="data")), "transport 'comp_gae' changed rollout.rewards in place in iteration 1"),
         (gated(OfBroken()), "NaN or infinity from statistic 'broken' (Broken) in iteration 1"),

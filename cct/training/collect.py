@@ -151,8 +151,6 @@ class Collector:
         ordered = [rows[index] for index in order]
         plan, *plans = self._plans(ordered, ranks.world)
         rollout, branched = self._tensors(ordered, seed("transport")), dict[str, float]()
-        with blamed_on("engine", iteration):
-            check(f"engine '{recipe.generation.use}' (log-probabilities)", rollout.logprobs, rollout.mask)
         if baselines is not None:
             rollout = rollout.replace(greedy_scores=rollout.rewards.new_tensor(baselines)[rollout.groups])
         if recipe.transport.branches:
@@ -163,9 +161,8 @@ class Collector:
         traces: list[Trace] = []
         if self._reads_before:
             stage("behaviour")
-            with blamed_on("policy", iteration):
-                rollout, traces = self._read(rollout, plan, ranks)
-                self._check_reading(rollout)
+            rollout, traces = self._read(rollout, plan, ranks)
+        self._check_reading(rollout, iteration)
         repeated = [
             batch
             for lesson, each in zip(self.past, plans, strict=True)
@@ -311,19 +308,27 @@ class Collector:
             read = read.replace(values=values[:, :-1], bootstrap=cut)
         return read, [reading.trace for reading in readings if reading.trace is not None]
 
-    def _check_reading(self, rollout: Rollout) -> None:
-        """Raises HandoverError naming who gave NaN or infinity, before a transport makes something of it."""
+    def _check_reading(self, rollout: Rollout, iteration: int) -> None:
+        """Names who gave NaN or infinity, before a transport makes something of it."""
         mask, recipe = rollout.mask, self.recipe
-        check("policy (log-probabilities)", rollout.logprobs, mask)
-        check("policy (entropy)", rollout.stats["entropy"], mask)
-        for name, what in recipe.transport.statistics.items():
-            check(f"statistic '{name}' ({type(what).__name__})", rollout.stats[name], mask)
-        if rollout.reference_logprobs is not None:
-            check("reference policy (log-probabilities)", rollout.reference_logprobs, mask)
-        if recipe.critic is not None and rollout.values is not None:
-            check(recipe.critic, rollout.values, mask, output="values")
-            if rollout.bootstrap is not None:
-                check(recipe.critic, rollout.bootstrap, rollout.valid, output="value after the last token")
+        policy = "policy" if self._reads_before else f"policy, by engine '{recipe.generation.use}'"
+        given = {
+            f"{policy} (log-probabilities)": rollout.logprobs,
+            f"engine '{recipe.generation.use}' (log-probabilities)": rollout.rollout_logprobs,
+            "policy (entropy)": rollout.stats.get("entropy"),
+            "reference policy (log-probabilities)": rollout.reference_logprobs,
+        }
+        given |= {
+            f"statistic '{name}' ({type(x).__name__})": rollout.stats[name] for name, x in recipe.transport.statistics.items()
+        }
+        with blamed_on("policy", iteration):
+            for part, numbers in given.items():
+                if numbers is not None:
+                    check(part, numbers, mask)
+            if recipe.critic is not None and rollout.values is not None:
+                check(recipe.critic, rollout.values, mask, output="values")
+                if rollout.bootstrap is not None:
+                    check(recipe.critic, rollout.bootstrap, rollout.valid, output="value after the last token")
 
     def _kl_in_reward(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
         """Each token pays its KL to the reference policy, with `geometry.kl_in_reward`; and the mean of what was estimated."""
