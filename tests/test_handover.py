@@ -285,7 +285,6 @@ NO_NUMBERS = {
     "outside float32": -1e300,
     "outside float32, of several": [-1e300],
     "no number": Odd(),
-    "None": None,
 }
 
 
@@ -341,3 +340,25 @@ def test_evidence_that_changes_a_prompt_s_meta_is_refused_and_named():
     with pytest.raises(TrainingStopped, match="^evidence 'gives' changed the meta of the prompt 'p' in place"):
         judge([part], [prompt], [Response("a", (5,), True)])
     assert judge([Gives(verdict=1.0)], [prompt, prompt], [Response("a", (5,), True)] * 2)[0] == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "says"),
+    [
+        ([1.0], "ValueError: judge_batch returned 1 verdicts for 2 responses"),
+        (None, "TypeError: 'NoneType' object is not iterable"),
+    ],
+)
+def test_a_batch_of_verdicts_that_is_none_or_too_short_is_a_failure_of_the_evidence(verdicts, says):
+    class Together(Evidence):
+        """All at once."""
+
+        use = "together"
+
+        def judge_batch(self, prompts, responses):
+            return verdicts
+
+    prompts, responses = [Prompt("p")] * 2, [Response("a", (5,), True)] * 2
+    with pytest.raises(TrainingStopped, match=f"^evidence 'together' failed: {says}"):
+        judge([Together()], prompts, responses)
+    assert judge([Together(on_error="drop")], prompts, responses)[1] == [False, False]

@@ -181,6 +181,8 @@ class Collector:
                     _of_one_kind(other, rollout, recipe.critic.use)
                     assert other.values is not None
                     check(name, other.values, rollout.mask)
+                    if other.bootstrap is not None:
+                        check(name, other.bootstrap, rollout.valid)
             if other is not None:
                 credit, seen = self._credit(other, iteration), other
         lessons: list[Minibatch] = []
