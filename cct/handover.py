@@ -115,7 +115,13 @@ def _mark(value: Any, contents: bool) -> tuple[int, Tensor | None] | None:
 
     if not isinstance(value, torch.Tensor):
         return None
-    return value._version, value.detach().reshape(-1).view(torch.uint8).clone() if contents else None
+    return value._version, _bits(value).clone() if contents else None
+
+
+def _bits(x: Tensor) -> Tensor:
+    import torch
+
+    return x.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _same(value: Any, mark: tuple[int, Tensor | None] | None, now: Any) -> bool:
@@ -125,4 +131,4 @@ def _same(value: Any, mark: tuple[int, Tensor | None] | None, now: Any) -> bool:
         return value is now or (isinstance(value, int | float | tuple) and value == now)
     if value is not now or value._version != mark[0]:
         return False
-    return mark[1] is None or torch.equal(value.detach().reshape(-1).view(torch.uint8), mark[1])
+    return mark[1] is None or torch.equal(_bits(value), mark[1])

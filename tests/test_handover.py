@@ -23,7 +23,7 @@ from cct.rollout import Credit, Prompt, Response, TokenEntropy
 from cct.training.judge import judge
 from cct.training.stopped import TrainingStopped
 from cct.transport import Gate, Transport, transports
-from cct.transport.gate import EntropyGate, ProductGate, TurnGate
+from cct.transport.gate import EntropyGate, ProductGate
 
 NAN, INF = float("nan"), float("inf")
 
@@ -164,7 +164,7 @@ def gated(gate: Gate) -> Transport:
         (gated(Fixed(number=2)), "gate 'Fixed' (transport.gate) returned 2 in iteration 1; expected numbers in [0, 1]"),
         (gated(Fixed(number=-1)), "gate 'Fixed' (transport.gate) returned -1 in iteration 1"),
         (gated(Fixed(number=NAN)), "NaN or infinity from gate 'Fixed' (transport.gate) in iteration 1"),
-        (gated(ProductGate(parts=[TurnGate(), Fixed(number=INF)])), "NaN or infinity from gate 'Fixed' (transport.gate.parts"),
+        (gated(ProductGate(parts=["turn", Fixed(number=INF)])), "NaN or infinity from gate 'Fixed' (transport.gate.parts.1)"),
         (gated(Fixed(harm="rollout")), "gate 'Fixed' (transport.gate) changed rollout.values in place in iteration 1"),
         (gated(Fixed(harm="data")), "transport 'comp_gae' changed rollout.rewards in place in iteration 1"),
         (gated(OfBroken()), "NaN or infinity from statistic 'broken' (Broken) in iteration 1"),
@@ -340,3 +340,25 @@ def test_evidence_that_changes_a_prompt_s_meta_is_refused_and_named():
     with pytest.raises(TrainingStopped, match="^evidence 'gives' changed the meta of the prompt 'p' in place"):
         judge([part], [prompt], [Response("a", (5,), True)])
     assert judge([Gives(verdict=1.0)], [prompt, prompt], [Response("a", (5,), True)] * 2)[0] == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "says"),
+    [
+        ([1.0], "ValueError: judge_batch returned 1 verdicts for 2 responses"),
+        (None, "TypeError: 'NoneType' object is not iterable"),
+    ],
+)
+def test_a_batch_of_verdicts_that_is_none_or_too_short_is_a_failure_of_the_evidence(verdicts, says):
+    class Together(Evidence):
+        """All at once."""
+
+        use = "together"
+
+        def judge_batch(self, prompts, responses):
+            return verdicts
+
+    prompts, responses = [Prompt("p")] * 2, [Response("a", (5,), True)] * 2
+    with pytest.raises(TrainingStopped, match=f"^evidence 'together' failed: {says}"):
+        judge([Together()], prompts, responses)
+    assert judge([Together(on_error="drop")], prompts, responses)[1] == [False, False]

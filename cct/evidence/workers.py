@@ -36,7 +36,7 @@ def verdicts(
     if not part.workers:
         part = part.at(iteration)
         one_by_one = type(part).judge_batch is Evidence.judge_batch
-        yield from map(part.attempt, prompts, responses) if one_by_one else part.judge_batch(prompts, responses)
+        yield from map(part.attempt, prompts, responses) if one_by_one else _batch(part, prompts, responses)
         return
     pool = _pool(part)
     futures = [
@@ -49,6 +49,17 @@ def verdicts(
     finally:
         for future in futures:
             future.cancel()  # those that are done stay as they are
+
+
+def _batch(part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Verdict | Failure]:
+    """All verdicts at once; failures where that raised, or gave another number of them."""
+    try:
+        found = list(part.judge_batch(prompts, responses))
+        if len(found) != len(responses):
+            raise ValueError(f"judge_batch returned {len(found)} verdicts for {len(responses)} responses")
+    except (Exception, SystemExit) as error:
+        return [Failure.of(error)] * len(responses)
+    return found
 
 
 def close_workers() -> None:

@@ -83,7 +83,7 @@ def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
         found = parse(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"a mapping was expected, and it holds {type(found).__name__}")
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         raise ReportError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
     return found
 
