@@ -92,11 +92,10 @@ def unfit(recipe: Recipe, shape: Shape) -> list[str]:
                 problems.append(f"{place}: {error}")
     room, limit = recipe.generation.max_new_tokens, recipe.generation.limit(shape.positions)
     if limit is not None and room >= limit[0]:
-        its_own = limit[0] == shape.positions and "max_length" in type(recipe.policy).model_fields
-        problems.append(
-            f"generation.max_new_tokens: {room}, and a prompt and its response have {limit[1]}"
-            + ("; raise policy.max_length, or lower it" if its_own else "; lower it")
-        )
+        of_model = limit[0] == shape.positions
+        has = f"the model has {limit[0]} positions" if of_model else f"{limit[1]} is all there is"
+        remedy = "raise policy.max_length, or " if of_model and "max_length" in type(recipe.policy).model_fields else ""
+        problems.append(f"generation.max_new_tokens: {room}, and {has} for a prompt and its response; {remedy}lower it")
     return problems
 
 
