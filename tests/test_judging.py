@@ -160,12 +160,10 @@ def test_who_cannot_count_0_cannot_abstain(tmp_path):
         part(Prompt("p"), said("a"))
 
 
-@pytest.mark.parametrize(
-    "signature", ["prompt, response, iteration", "prompt, response, *, iteration=None", "prompt, response, **all"]
-)
-def test_a_function_with_a_parameter_iteration_gets_it(tmp_path, signature):
-    named = "all['iteration']" if "**" in signature else "iteration"
-    part = own(tmp_path, f"def score({signature}):\n    return {named} / 10\n")
+@pytest.mark.parametrize("last", ["iteration", "*, iteration=None", "**all"])
+def test_a_function_with_a_parameter_iteration_gets_it(tmp_path, last):
+    named = "all['iteration']" if last == "**all" else "iteration"
+    part = own(tmp_path, f"def score(prompt, response, {last}):\n    return {named} / 10\n")
     assert judge([part], [Prompt("p")], [said("a")], 3)[0] == [[0.0, 0.3]]
     assert judge([part], [Prompt("p")], [said("a")], 4)[0] == [[0.0, 0.4]]
 

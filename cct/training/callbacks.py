@@ -190,7 +190,7 @@ class Display:
         self.state.update(state)
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def warm_start(self, step: int, steps: int, loss: float) -> None:
         self.show(stage="warm start", step=f"{step}/{steps}", loss=f"{loss:.3f}")
