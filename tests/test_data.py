@@ -78,6 +78,11 @@ def test_a_value_that_is_no_text_is_refused_with_its_row(tmp_path, value, field)
         task.held_out()
 
 
+def test_messages_of_a_data_frame_are_read():
+    asked = np.array([{"role": "user", "content": "1+2="}], dtype=object)
+    assert lookup({"prompt": asked, "x": {"y": np.array([1, 2])}}, "prompt") == [{"role": "user", "content": "1+2="}]
+
+
 def test_a_missing_value_of_a_parquet_column_is_refused_with_its_row(tmp_path):
     table = pyarrow.table({"prompt": ["a", "b"], "answer": [6.0, float("nan")]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -160,6 +165,7 @@ def test_verls_parquet_is_read_by_its_preset(tmp_path):
         ("verl", VERL | {"reward_model": json.dumps(VERL["reward_model"])}),  # an object written as JSON
         ("trl", {"prompt": ASKED, "solution": "3"}),
         ("trl", {"prompt": "1+2=", "answer": 3}),
+        ("trl", {"prompt": {"role": ["user"], "content": ["1+2="]}, "answer": 3}),  # as columns
         ("trl", {"prompt": ASKED, "completion": [{"role": "assistant", "content": "3"}]}),
         ("trl", {"messages": [*ASKED, {"role": "assistant", "content": "3"}]}),
         ("openai", {"messages": [*ASKED, {"role": "assistant", "content": "3"}]}),
