@@ -33,11 +33,9 @@ def lookup(row: Mapping[str, Any], name: str) -> Any:
 def _python(value: Any) -> Any:
     """numpy's arrays and numbers, as pandas gives them, as lists and numbers; columns {role, content} of messages as those."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    columns = (
-        [value[key] for key in ("role", "content")] if isinstance(value, Mapping) and {"role", "content"} <= {*value} else []
-    )
-    if columns and all(isinstance(column, list) for column in columns) and len(columns[0]) == len(columns[1]):
-        return [{"role": role, "content": content} for role, content in zip(*columns, strict=True)]
+    roles, contents = (value.get(key) if isinstance(value, Mapping) else None for key in ("role", "content"))
+    if isinstance(roles, list) and isinstance(contents, list) and len(roles) == len(contents):
+        return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
     return value
 
 
