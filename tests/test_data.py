@@ -316,7 +316,7 @@ def test_dropped_prompts_are_replaced_so_that_every_iteration_is_full_and_the_sa
     drawn = {n: training_prompts(recipe, agent.actor, tokenizer, n) for n in (1, 2, 3)}
     assert all(len(prompts) == 4 and all(len(p.text) == 4 for p in prompts) for prompts, _ in drawn.values())
     assert sum(replaced for _, replaced in drawn.values()) == 2  # the first epoch has both
-    assert training_prompts(recipe, agent.actor, tokenizer, 2) == drawn[2]  # whatever came before
+    assert {n: training_prompts(recipe, agent.actor, tokenizer, n) for n in (3, 1, 2)} == drawn  # whatever came before
     iteration = Collector(recipe, agent, tokenizer, None).collect(1)
     assert iteration.metrics["train/overlong"] == drawn[1][1] and len(iteration.rows) == 8
 
