@@ -46,8 +46,12 @@ class Lengths:
     tokens: list[tuple[int, ...]]
     too_long: list[tuple[int, int]]
     """Number and length of each that leaves no room for a response."""
-    problem: str
-    """Which those are, and what to do; empty where there are none."""
+    which: str
+    """Which those are, in words; empty where there are none."""
+
+    @property
+    def problem(self) -> str:
+        return f"{self.which}. Lower max_new_tokens, take them out, or leave them out by `generation.overlong: drop`"
 
 
 def measured(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, positions: int | None, prompts: Sequence[Prompt]) -> Lengths:
@@ -69,7 +73,7 @@ def measured(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, positions: int 
         tokens,
         too_long,
         f"{len(too_long)} of {len(tokens)} prompts are too long: with generation.max_new_tokens ({room}) they take more than "
-        f"{limit[1]}, e.g. {shown}. Lower max_new_tokens, take them out, or leave them out by `generation.overlong: drop`",
+        f"{limit[1]}, e.g. {shown}",
     )
 
 
@@ -161,7 +165,10 @@ def audit(recipe: Recipe) -> Audit:
         result.lines.append(f"{name}: {len(prompts):,} prompts, {what}{spread}; {len(lengths.too_long)} too long")
         if lengths.too_long:
             dropped = recipe.generation.overlong == "drop" and len(lengths.too_long) < len(prompts)
-            result.found(runs and not dropped, f"{name}: {lengths.problem}")
+            if dropped:
+                result.warnings.append(f"{name}: {lengths.which}; they are left out (overlong: drop)")
+            else:
+                result.found(runs, f"{name}: {lengths.problem}")
         for fails, text in golds(recipe, prompts):
             result.found(fails and runs, f"{name}: {text}")
         if name != "training" or not endless:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from cct.audit import LOOK_AHEAD, drawn, golds, named
+from cct.audit import drawn, golds, named
 from cct.policy import WARM_START_SEED, Shape
 from cct.recipe import Recipe, RecipeError
 from cct.registry import install, told
@@ -12,13 +12,13 @@ from cct.task import Task, same
 from cct.transport import Gate, Transport
 
 CHECKED, CHECKED_BEFORE_RUN = 4096, 65_536  # prompts of an endless stream that are compared with evaluation problems
-QUICK = 200  # prompts whose gold answers `cct check` reads; a run, and `cct check --deep`, read all
+GOLDS, GOLDS_BEFORE_RUN = 50, 1000  # gold answers read of training and of evaluation each; `cct check --deep` reads all
 
 
 def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
     """Look at a recipe's parts and data before a run. Returns warnings, each with its place.
 
-    demonstrations: before a run, when all of it is looked at, those of a warm start included; else what takes a moment.
+    demonstrations: before a run, when more is looked at, a warm start's demonstrations included; else what takes a moment.
     Raises RecipeError with every part that cannot work here, with prompts that the policy cannot take, gold answers by which
     the run would fail, or evaluation problems that it would train on.
     """
@@ -37,18 +37,21 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
         except OSError as error:  # of a path that no file can have
             raise RecipeError(f"policy: '{recipe.policy.use}': {error}") from None
         problems = unfit(recipe, shape) if shape is not None else []
-    problems = problems or _overlaps(recipe, demonstrations)
     warnings: list[str] = []
-    if not problems:
-        problems, warnings = _data(recipe, None if demonstrations else QUICK)
+    try:
+        problems = problems or _overlaps(recipe, demonstrations)
+        if not problems:
+            problems, warnings = _data(recipe, GOLDS_BEFORE_RUN if demonstrations else GOLDS)
+    except Exception as error:  # of a task of the user's own, further on in its stream
+        problems = [f"task: '{recipe.task.use}': {said(error)}"]
     if problems:
         raise RecipeError(*problems)
     return warnings
 
 
-def _data(recipe: Recipe, bound: int | None) -> tuple[list[str], list[str]]:
+def _data(recipe: Recipe, bound: int) -> tuple[list[str], list[str]]:
     """Problems and warnings of the prompts, the first `bound` of those trained on and of those held out."""
-    prompts = [*drawn(recipe, bound or LOOK_AHEAD)[:bound], *recipe.task.held_out()[:bound]]
+    prompts = [*drawn(recipe, bound)[:bound], *recipe.task.held_out()[:bound]]
     talk = next((prompt for prompt in prompts if prompt.messages), None)
     if talk is not None and not recipe.policy.takes_messages:
         return [
@@ -95,11 +98,10 @@ def unfit(recipe: Recipe, shape: Shape) -> list[str]:
                 problems.append(f"{place}: {error}")
     room, limit = recipe.generation.max_new_tokens, recipe.generation.limit(shape.positions)
     if limit is not None and room >= limit[0]:
-        its_own = limit[0] == shape.positions and "max_length" in type(recipe.policy).model_fields
-        problems.append(
-            f"generation.max_new_tokens: {room}, and a prompt and its response have {limit[1]}"
-            + ("; raise policy.max_length, or lower it" if its_own else "; lower it")
-        )
+        of_model = limit[0] == shape.positions
+        has = f"the model has {limit[0]} positions" if of_model else f"{limit[1]} is all there is"
+        remedy = "raise policy.max_length, or " if of_model and "max_length" in type(recipe.policy).model_fields else ""
+        problems.append(f"generation.max_new_tokens: {room}, and {has} for a prompt and its response; {remedy}lower it")
     return problems
 
 

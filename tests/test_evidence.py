@@ -3,6 +3,7 @@
 import math
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForSequenceC
 
 from cct.evidence import Failure, close_workers, evidences, verdicts
 from cct.evidence.exact_match import ExactMatch
-from cct.evidence.math_verify import MathVerify
+from cct.evidence.math_verify import MathVerify, boxes, normalised
 from cct.evidence.python import PythonFunction
 from cct.evidence.reasoning_gym import ReasoningGymScore
 from cct.evidence.reward_model import RewardModel
@@ -74,6 +75,8 @@ def test_equal_is_one_and_everything_else_is_zero():
     assert score("x#1", "1") == 1.0
     assert score("x#1", " 1\n") == 1.0  # the gold answer is stripped too
     assert score("x#1", "01") == 0.0
+    assert score("x#6", "6.0") == score("x#6.50", "6.5") == 1.0  # zeros that end a decimal do not count
+    assert score("x#60", "6") == score("x#6.01", "6.0") == score("x#1.2.0", "1.2") == 0.0
     assert score("x#1", "") == 0.0
     assert score("no answer", "") == 0.0  # no answer is never right
     assert score("", "1") == 0.0
@@ -117,6 +120,81 @@ def test_a_bad_pattern_is_refused_when_the_recipe_is_read(pattern):
 )
 def test_answers_are_compared_as_mathematics(gold, text, right):
     assert MathVerify()(Prompt("?", gold), said(text)) == float(right)
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "right"),
+    [
+        ("7", r"First \boxed{5}. No: \boxed{7}", True),  # the last box counts
+        ("7", r"First \boxed{7}. No: \boxed{5}", False),
+        ("7", r"\boxed{7} That is, \boxed{x = 7}", True),
+        ("7", r"\boxed{7 = x}", True),
+        ("7", r"\boxed{\boxed{7}}", True),
+        ("7", r"\boxed 7", True),
+        ("7", r"\boxed{6} and \boxed{7", False),  # the one that breaks off is none
+        ("7,8", r"$\boxed{8}$ and $\boxed{7}$", True),
+        ("7", r"\boxed{\text{The answer is } 7}", True),
+        (r"\frac{1}{2004!}", r"\boxed{\frac{1}{2006!}}", False),
+        (r"\frac{1}{2004!}", r"\boxed{\frac{1}{2004 \cdot 2003!}}", True),
+        ("2004!", r"\boxed{2006!}", False),
+        ("10^{-10}", r"\boxed{10^{-11}}", False),
+        ("10^{-10}", r"\boxed{1e-10}", True),
+        ("2^{-100}", r"\boxed{2^{-101}}", False),
+        ("0", r"\boxed{10^{-20}}", False),
+        ("0.333333", r"\boxed{\frac{1}{3}}", True),
+        (r"\$36", r"\boxed{36}", True),
+        (r"\$1,\!320", r"\boxed{1320}", True),
+        ("1320", r"\boxed{\$1,\!320}", True),
+        ("1320", r"\boxed{1\,320}", True),
+        ("1320", r"\boxed{1{,}320}", True),
+        ("1320", r"\boxed{1 320 \text{ dollars}}", True),
+        ("36 dollars", r"\boxed{36}", True),
+        ("120 km/h", r"\boxed{120\text{ km/h}}", True),
+        ("3 million", r"\boxed{3}", False),
+        ("25%", r"\boxed{25\%}", True),
+        (r"16\frac{2}{3}\%", r"\boxed{16\frac{2}{3}\%}", True),
+        (r"16\frac{2}{3}\%", r"\boxed{\frac{2}{3}\%}", False),
+        ("45°", r"\boxed{45^\circ}", True),
+        ("7.", r"\boxed{7}", True),
+        ("½", r"\boxed{0.5}", True),
+        ("3 1/2", r"\boxed{3.5}", True),
+        (r"3\frac12", r"\boxed{\dfrac{7}{2}}", True),
+        ("-3", "\\boxed{\u22123}", True),
+        ("(1,2)", r"\boxed{(2,1)}", False),
+        ("[1,2]", r"\boxed{[1,2)}", False),
+        (r"\{1,2\}", r"\boxed{\{2,1\}}", True),
+        ("B", r"\boxed{\textbf{(B)}\ 12}", True),
+        ("(B)", r"\boxed{\text{B}}", True),
+        ("B", r"\boxed{C}", False),
+        ("B", r"\boxed{B + 1}", False),
+        ("east", r"\boxed{\text{East}}", True),
+        ("east", r"\boxed{seat}", False),  # no product of letters
+        ("So it is \\boxed{18}.", r"\boxed{18}", True),
+    ],
+)
+def test_golds_and_boxes_as_data_and_models_write_them(gold, text, right):
+    assert MathVerify().unreadable(Prompt("?", gold)) is None
+    assert MathVerify()(Prompt("?", gold), said(text)) == float(right)
+
+
+def test_an_answer_outside_of_a_box_counts_where_no_box_is_required():
+    text = "so 17 + 25 = 42 and then"
+    assert MathVerify()(Prompt("?", "42"), said(text)) == 1.0
+    assert MathVerify(require="box")(Prompt("?", "42"), said(text)) == 0.0
+    assert MathVerify(require="box")(Prompt("?", "42"), said(text + r" \boxed{42}")) == 1.0
+
+
+@pytest.mark.parametrize("gold", ["", "???", "-", r"\frac{1}{", r"\boxed{}"])
+def test_a_gold_answer_that_cannot_be_read_says_so(gold):
+    assert f"the gold answer {gold!r} cannot be read" in MathVerify().unreadable(Prompt("?", gold))
+
+
+def test_reading_boxes_takes_time_in_proportion_to_the_text():
+    started = time.process_time()
+    for text in (r"\boxed{" * 20_000, r"\boxed{1} " * 20_000):
+        boxes(text)
+        normalised(", " * 20_000 + text)
+    assert time.process_time() - started < 10
 
 
 def test_a_gold_answer_that_is_no_mathematics_is_an_error_not_a_wrong_response():

@@ -597,7 +597,7 @@ def test_dropped_responses_are_counted_and_do_not_train(plugin, tmp_path):
     assert all(e[f"evidence/errors/{name}_odd"] == round(16 * e["train/dropped"]) for e in events if e["train/dropped"])
 
 
-@pytest.mark.parametrize("verdict", [float("nan"), [1.0], [1.0, float("inf")], None])
+@pytest.mark.parametrize("verdict", [float("nan"), [1.0], [1.0, float("inf")]])
 def test_evidence_must_give_a_finite_number_or_one_per_token(verdict):
     class Told(Evidence):
         """Returns what it is told."""

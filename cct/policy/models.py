@@ -260,7 +260,7 @@ class Pretrained(Policy):
             messages.insert(0, {"role": "system", "content": self.system})
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self.chat_options}
         try:
-            return tokenizer.apply_chat_template(messages, **options)
+            return str(tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # the template's own, of whatever kind
             said = messages[-1]["content"][:60]
             raise ValueError(f"policy: the chat template of '{self.path}' refuses the prompt {said!r}: {error}") from error

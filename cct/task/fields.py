@@ -31,8 +31,12 @@ def lookup(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _python(value: Any) -> Any:
-    """numpy's arrays and numbers, as pandas gives them, as lists and numbers."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """numpy's arrays and numbers, as pandas gives them, as lists and numbers; columns {role, content} of messages as those."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    roles, contents = (value.get(key) if isinstance(value, Mapping) else None for key in ("role", "content"))
+    if isinstance(roles, list) and isinstance(contents, list) and len(roles) == len(contents):
+        return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    return value
 
 
 def _opened(value: Any) -> Any:

@@ -13,8 +13,8 @@ from cct.rollout import Prompt, derive_seed
 
 from .stopped import TrainingStopped
 
-# Prompts drawn for each of an iteration that is too long, before it is clear that next to none fits.
-TRIES = 1000
+# Prompts drawn at once in place of those that are too long, and for each of these before it is clear that next to none fits.
+AT_ONCE, TRIES = 64, 1000
 
 
 def positions_of(actor: PreTrainedModel) -> int | None:
@@ -55,8 +55,7 @@ def training_prompts(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenize
     seed, start = derive_seed(recipe.seed, "overlong", iteration), 0
     while len(kept) < len(drawn):
         if start > TRIES * missing:
-            raise TrainingStopped(f"{start} prompts drawn in place of {missing} that are too long were too long as well")
-        more = recipe.task.prompts(seed, start, missing)
-        kept += fitting(recipe, actor, tokenizer, more)
-        start += missing
+            raise TrainingStopped(f"of {start} prompts drawn in place of {missing} that are too long, nearly all are too")
+        kept += fitting(recipe, actor, tokenizer, recipe.task.prompts(seed, start, AT_ONCE))
+        start += AT_ONCE
     return kept[: len(drawn)], missing
