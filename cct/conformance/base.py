@@ -23,6 +23,10 @@ class Broken(AssertionError):
     case: Any = None
 
 
+class Malformed(Broken):
+    """It raised, or what it returned is of another shape or type: what `form` is about."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What was found of one property."""
@@ -141,9 +145,10 @@ def judge(
     The first property is `determinism`. Where it fails nothing else is judged: no other verdict would mean anything, and its
     inputs must not have been seen before.
     """
-    inputs = drawn(cases, examples)
+    inputs, malformed = drawn(cases, examples), False
 
     def verdict(each: Property, unsteady: bool) -> Verdict:
+        nonlocal malformed
         name, says = each.name, each.says
         if name in operator.waives and each.waivable:
             return Verdict(name, NOT, says, f"waived: {operator.waives[name]}")
@@ -156,6 +161,9 @@ def judge(
             return Verdict(name, NOT, says, f"not claimed (it {'does not hold' if error else 'would hold'}): {each.claimed}")
         if error is None:
             return Verdict(name, OK, says)
+        if isinstance(error, Malformed) and malformed:
+            return Verdict(name, NOT, says, "not judged, since `form` fails")
+        malformed |= isinstance(error, Malformed) and name == "form"
         advice = f"\nwhere that is meant, it says so: waives = {{'{name}': 'why'}}" if each.waivable else ""
         return Verdict(name, FAILED, says, f"{error}{advice}", show(error.case) if error.case is not None else "")
 

@@ -14,7 +14,7 @@ from .base import Broken, hypothesis
 
 PROMPT = 3  # prompt positions of a case
 NOISE = (float("nan"), float("inf"), -3.0)
-ALWAYS = {"entropy": TokenEntropy(), "value_disagreement": None}  # statistics that parts may read without asking for them
+ALWAYS = ("entropy", "value_disagreement")  # statistics that parts may read without asking for them
 RANGES = {TokenEntropy: 6.0, TokenLogprob: -6.0}  # in nats; other statistics go from 0 to 1
 
 
@@ -79,8 +79,8 @@ def fill(
         return (torch.rand(shape, generator=generator) * 100).round() / 100
 
     seen = mask.flip(1).cummax(1).values.flip(1) if width else mask
-    measured = {**ALWAYS, **(statistics or {})}
-    scales = {name: RANGES.get(type(what), 1.0) for name, what in measured.items()}
+    scales = {name: RANGES.get(type(what), 1.0) for name, what in (statistics or {}).items()}
+    scales |= dict.fromkeys(ALWAYS, 1.0)
     branches = mask & (draw(rows, width) < 0.4)
     further = {
         "anchors": (draw(rows, width) * 2).long(),

@@ -16,7 +16,7 @@ from cct.policy.base import policies
 from cct.rollout import Rollout
 from cct.training.agent import Agent
 
-from .base import Broken, Property, hypothesis
+from .base import Broken, Malformed, Property, hypothesis
 from .cases import NOISE, Case, noisy, numbers, python, rows_of, same
 from .watch import NoHalf, alone, later
 
@@ -106,9 +106,9 @@ def values(
         with torch.no_grad():
             found = agent_of(critic)(ids[rows], seen[rows], width, with_critic=True).values
     except Exception as error:
-        raise Broken(f"it raised {type(error).__name__}: {error}") from error
+        raise Malformed(f"it raised {type(error).__name__}: {error}") from error
     if found is None or found.shape != (len(rows), width + 1):
-        raise Broken(f"its values are {None if found is None else tuple(found.shape)}; expected {(len(rows), width + 1)}")
+        raise Malformed(f"its values are {None if found is None else tuple(found.shape)}; expected {(len(rows), width + 1)}")
     return found
 
 

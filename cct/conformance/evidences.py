@@ -11,7 +11,7 @@ from typing import Any
 from cct.evidence import Evidence, Failure
 from cct.rollout import Prompt, Response
 
-from .base import Broken, Property, hypothesis
+from .base import Broken, Malformed, Property, hypothesis
 from .watch import alone, later, unchanged
 
 CALLS = itertools.count()  # makes texts that no call before has seen
@@ -44,11 +44,11 @@ def verdict_of(evidence: Evidence, prompt: Prompt, response: Response) -> float:
         verdict = evidence(prompt, response)
         rewards = [float(verdict)] if isinstance(verdict, int | float) else [float(x) for x in verdict]
     except (Exception, SystemExit) as error:
-        raise Broken(f"it raised {type(error).__name__}: {error}, judging {response.text!r}") from error
+        raise Malformed(f"it raised {type(error).__name__}: {error}, judging {response.text!r}") from error
     if not isinstance(verdict, int | float) and len(rewards) != len(response.tokens):
-        raise Broken(f"it gave {len(rewards)} rewards for {len(response.tokens)} tokens: {verdict!r}")
+        raise Malformed(f"it gave {len(rewards)} rewards for {len(response.tokens)} tokens: {verdict!r}")
     if not all(map(math.isfinite, rewards)):
-        raise Broken(f"it gave {verdict!r} for {response.text!r}; expected finite numbers")
+        raise Malformed(f"it gave {verdict!r} for {response.text!r}; expected finite numbers")
     return math.fsum(rewards)
 
 
@@ -92,6 +92,7 @@ def determinism(evidence: Evidence, case: Texts) -> None:
 def batch(evidence: Evidence, case: Texts) -> None:
     prompt = evidence.example
     responses = case.responses(prompt)
+    responses += responses[:1]  # a policy that repeats itself
     try:
         together = evidence.judge_batch([prompt] * len(responses), responses)
     except Exception as error:

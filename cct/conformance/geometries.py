@@ -13,7 +13,7 @@ from torch import Tensor
 from cct.geometry import Geometry
 from cct.registry import described
 
-from .base import Broken, Property
+from .base import Broken, Malformed, Property
 from .cases import NOISE, Case, numbers, packing, python, same
 from .operators import BFLOAT16, CALLS, ROUNDING
 from .watch import Meddles, NoHalf, alone, grows_linearly, identical, later, unchanged
@@ -56,10 +56,10 @@ def losses(geometry: Geometry, update: Update) -> tuple[Tensor, Tensor, dict[str
         if loss.requires_grad:
             loss.sum().backward()
     except (Exception, SystemExit) as error:
-        raise Broken(f"it raised {type(error).__name__}: {error}") from error
+        raise Malformed(f"it raised {type(error).__name__}: {error}") from error
     for name, x in {"the loss": loss, **{f"metric '{key}'": x for key, x in metrics.items()}}.items():
         if not isinstance(x, Tensor) or x.shape != update.mask.shape:
-            raise Broken(f"{name} is {described(x)}; expected one number per token, {tuple(update.mask.shape)}")
+            raise Malformed(f"{name} is {described(x)}; expected one number per token, {tuple(update.mask.shape)}")
     return loss.detach(), torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad, metrics
 
 
@@ -302,7 +302,7 @@ def extreme(geometry: Geometry, case: None) -> None:
             try:
                 _form(geometry, Update(new, old, advantages, torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2)))
             except Broken as error:
-                raise Broken(f"with a log-ratio of {apart} and an advantage of {sign:g}: {error}") from error
+                raise type(error)(f"with a log-ratio of {apart} and an advantage of {sign:g}: {error}") from error
 
 
 def short(geometry: Geometry, case: None) -> None:

@@ -15,7 +15,7 @@ from cct.rollout import Credit, Rollout
 from cct.training.agent import Agent
 from cct.transport import Gate, Transport
 
-from .base import Broken, Property
+from .base import Broken, Malformed, Property
 from .cases import (
     NOISE,
     Case,
@@ -52,16 +52,16 @@ def outputs(operator: Transport | Gate, rollout: Rollout) -> dict[str, Tensor]:
     try:
         result = operator(rollout)
     except (Exception, SystemExit) as error:
-        raise Broken(f"it raised {type(error).__name__}: {error}") from error
+        raise Malformed(f"it raised {type(error).__name__}: {error}") from error
     found: dict[str, Any] = {"gate": result}
     if isinstance(operator, Transport):
         if not isinstance(result, Credit):
-            raise Broken(f"it returned a {type(result).__name__}; expected a Credit")
+            raise Malformed(f"it returned a {type(result).__name__}; expected a Credit")
         found = {"advantages": result.advantages, "value_targets": result.value_targets, "gate": result.gate}
     for name, x in found.items():
         if x is not None and not (isinstance(x, Tensor) and x.shape == rollout.mask.shape):
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise Broken(f"{name} is {shape}; expected the mask's shape {tuple(rollout.mask.shape)}")
+            raise Malformed(f"{name} is {shape}; expected the mask's shape {tuple(rollout.mask.shape)}")
     return {name: x.masked_fill(~rollout.mask, 0.0) if name == "gate" else x for name, x in found.items() if x is not None}
 
 
@@ -250,8 +250,12 @@ def needs(operator: Any, case: Case) -> None:
         absent |= {"starts": None, "branch_values": None}
     kept = {*operator.statistics, "entropy", *(["value_disagreement"] if "disagreement" in operator.needs else [])}
     absent |= {what: {name: x for name, x in getattr(rollout, what).items() if name in kept} for what in ("stats", "moments")}
-    without = ", ".join(name for name, x in absent.items() if x is None)
-    agree(operator, rollout, rollout.replace(**absent), f"without what its `needs` do not name ({without})", tolerance=0.0)
+    when = f"without what its `needs` and `statistics` do not name ({', '.join(name for name, x in absent.items() if x is None)})"
+    try:
+        agree(operator, rollout, rollout.replace(**absent), when, tolerance=0.0)
+    except Malformed as error:
+        outputs(operator, rollout)
+        raise Broken(f"{when}, {error}") from error
 
 
 def short(operator: Any, case: None) -> None:
@@ -263,7 +267,7 @@ def short(operator: Any, case: None) -> None:
         try:
             well_formed(operator, rollout)
         except Broken as error:
-            raise Broken(f"with the mask {numbers(mask)}: {error}") from error
+            raise type(error)(f"with the mask {numbers(mask)}: {error}") from error
 
 
 def length(operator: Any, case: None) -> None:
