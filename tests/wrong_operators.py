@@ -355,7 +355,9 @@ class FallsBeyondOne(_Group):
     """A success of more than 1 is taken for an outlier."""
 
     def outcome(self, rollout):
-        return group_advantage(rollout.scores.masked_fill(rollout.scores > 1, 0.0), rollout.groups, scale="none", valid=rollout.valid)
+        return group_advantage(
+            rollout.scores.masked_fill(rollout.scores > 1, 0.0), rollout.groups, scale="none", valid=rollout.valid
+        )
 
 
 @fault("equal", "with the same reward for every response of a group")
@@ -381,7 +383,9 @@ class IgnoresBrokenScores(_Group):
 @fault("precision", "it computes in torch.float16")
 class ScoresInHalf(_Group):
     def outcome(self, rollout):
-        return group_advantage(rollout.scores.half().to(rollout.rewards.dtype), rollout.groups, scale="none", valid=rollout.valid)
+        return group_advantage(
+            rollout.scores.half().to(rollout.rewards.dtype), rollout.groups, scale="none", valid=rollout.valid
+        )
 
 
 @fault("determinism", "called again")

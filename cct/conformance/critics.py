@@ -270,7 +270,9 @@ def baseline(critic: Critic, case: None) -> None:
 
         expected = put(rollout)
         if expected["values"].shape != rollout.mask.shape or not all(bool(x.isfinite().all()) for x in expected.values()):
-            raise Broken(f"its baseline is {numbers(expected['values'])}, {numbers(expected['bootstrap'])}; expected finite [B, T], [B]")
+            raise Broken(
+                f"its baseline is {numbers(expected['values'])}, {numbers(expected['bootstrap'])}; expected finite [B, T], [B]"
+            )
         if bool(expected["bootstrap"][~rollout.truncated].ne(0).any()):
             raise Broken(f"after responses that ended by themselves its baseline is {numbers(expected['bootstrap'])}, not 0")
         for value in NOISE:

@@ -85,7 +85,9 @@ def determinism(evidence: Evidence, case: Texts) -> None:
         second = {response: _verdict(evidence, prompt, response) for response in reversed(again)}
     for response, verdict in first.items():
         if verdict != second[response]:
-            raise Broken(f"judged again, in the reverse order and a day later, {response.text!r} gets {second[response]} in place of {verdict}")
+            raise Broken(
+                f"judged again, in the reverse order and a day later, {response.text!r} gets {second[response]} in place of {verdict}"
+            )
     unchanged("prompt", untouched, prompt)
 
 

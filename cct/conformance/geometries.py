@@ -366,7 +366,9 @@ GEOMETRY = [
         gradient,
         claimed="the trainer hands it all but the new log-probabilities detached",
     ),
-    Property("precision", "float32 agrees with float64, and so do bf16 inputs; nothing is computed in less", precision, waivable=True),
+    Property(
+        "precision", "float32 agrees with float64, and so do bf16 inputs; nothing is computed in less", precision, waivable=True
+    ),
     Property("extreme", "ratios beyond all bounds give a finite loss and gradient", extreme, cases=0),
     Property("short", "one-token and empty responses", short, cases=0),
     Property("length", "1 to 16,384 tokens in O(B*T) memory", length, cases=0),

@@ -225,7 +225,9 @@ def garbage(operator: Any, case: Case) -> None:
     for name in (*NUMBERS, *rollout.stats):
         if any(shows(name, change) for change in CHANGES) and not shows(name, math.nan):
             where = f"{name}[{row}]" if name == "bootstrap" else f"{name}[{row}, {t}]"
-            raise Broken(f"{where} counts, and where it is NaN what comes out is finite: garbage in must be NaN out, or an error")
+            raise Broken(
+                f"{where} counts, and where it is NaN what comes out is finite: garbage in must be NaN out, or an error"
+            )
 
 
 def dropped(operator: Any, case: Case) -> None:
@@ -243,14 +245,14 @@ def dropped(operator: Any, case: Case) -> None:
 def needs(operator: Any, case: Case) -> None:
     """What a part does not ask for is not there in a run: no values without a critic, no statistic that nobody measures."""
     rollout = case.rollout(operator.statistics)
-    absent: dict[str, Any] = {
-        name: None for need, names in PROVIDED.items() if need not in operator.needs for name in names
-    }
+    absent: dict[str, Any] = {name: None for need, names in PROVIDED.items() if need not in operator.needs for name in names}
     if not getattr(operator, "branches", 0):
         absent |= {"starts": None, "branch_values": None}
     kept = {*operator.statistics, "entropy", *(["value_disagreement"] if "disagreement" in operator.needs else [])}
     absent |= {what: {name: x for name, x in getattr(rollout, what).items() if name in kept} for what in ("stats", "moments")}
-    when = f"without what its `needs` and `statistics` do not name ({', '.join(name for name, x in absent.items() if x is None)})"
+    when = (
+        f"without what its `needs` and `statistics` do not name ({', '.join(name for name, x in absent.items() if x is None)})"
+    )
     try:
         agree(operator, rollout, rollout.replace(**absent), when, tolerance=0.0)
     except Malformed as error:
@@ -389,9 +391,7 @@ GATE = [
         measured,
         cases=0,
         waivable=True,
-        excused=lambda gate: (
-            f"it waives `future`: {gate.waives['future']}" if "future" in gate.waives else ""
-        ),
+        excused=lambda gate: f"it waives `future`: {gate.waives['future']}" if "future" in gate.waives else "",
     ),
     Property(
         "split",

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cct.rollout import Rollout
 from cct.transport import Transport
 
 from .base import Broken, Property
@@ -163,7 +162,11 @@ def targets(operator: Transport, case: Case) -> None:
 
 
 def _draws(operator: Transport) -> str:
-    return f"it waives `order` ({operator.waives['order']}), so that no two responses are alike" if "order" in operator.waives else ""
+    return (
+        f"it waives `order` ({operator.waives['order']}), so that no two responses are alike"
+        if "order" in operator.waives
+        else ""
+    )
 
 
 def _no_critic(operator: Transport) -> str:
@@ -180,7 +183,14 @@ TRANSPORT = [
         waivable=True,
         excused=_draws,
     ),
-    Property("bootstrap", "a cut response goes on: V after its end counts, for its advantages and targets", bootstrap, cases=0, waivable=True, excused=lambda operator: _no_critic(operator) or _draws(operator)),
+    Property(
+        "bootstrap",
+        "a cut response goes on: V after its end counts, for its advantages and targets",
+        bootstrap,
+        cases=0,
+        waivable=True,
+        excused=lambda operator: _no_critic(operator) or _draws(operator),
+    ),
     Property(
         "targets",
         "where a critic has learnt its targets, every advantage is 0",
@@ -216,4 +226,3 @@ TRANSPORT = [
         claimed="whitening reads the whole batch; a transport always gets it whole",
     ),
 ]
-

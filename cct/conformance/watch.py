@@ -40,7 +40,13 @@ def alone(seed: int) -> Iterator[None]:
             "changes torch's default type, or whether it keeps gradients": (torch.get_default_dtype(), torch.is_grad_enabled()),
         }
 
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state(), torch.get_default_dtype(), torch.is_grad_enabled()
+    states = (
+        random.getstate(),
+        numpy.random.get_state(),
+        torch.get_rng_state(),
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+    )
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
