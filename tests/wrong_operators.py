@@ -1,4 +1,4 @@
-"""Wrong operators: real ones with one thing changed. Each stands beside the property that catches it, and a part of what it says.
+"""Wrong operators: real ones with one thing changed. Each stands beside the property that catches it, and a part of the reason.
 
 Made part by part: flip a sign, drop a term, shift by one, take the wrong mask or denominator, compute in half, keep state.
 """

@@ -86,7 +86,8 @@ def determinism(evidence: Evidence, case: Texts) -> None:
     for response, verdict in first.items():
         if verdict != second[response]:
             raise Broken(
-                f"judged again, in the reverse order and a day later, {response.text!r} gets {second[response]} in place of {verdict}"
+                f"judged again, in the reverse order and a day later, {response.text!r} gets {second[response]} in place of "
+                f"{verdict}"
             )
     unchanged("prompt", untouched, prompt)
 

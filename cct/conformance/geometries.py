@@ -129,8 +129,8 @@ def weight(geometry: Geometry, case: None) -> None:
         most = max(1.0, math.exp(apart))
         if bool((slope.abs() > most + ROUNDING).any()):
             raise Broken(
-                f"with advantages of 1 and -1 and a ratio of {math.exp(apart):.3g}, the gradient is {numbers(slope)}, more than "
-                f"{most:.3g}: the ratio counts more than once"
+                f"with advantages of 1 and -1 and a ratio of {math.exp(apart):.3g}, the gradient is {numbers(slope)}, more "
+                f"than {most:.3g}: the ratio counts more than once"
             )
 
 
@@ -171,8 +171,8 @@ def garbage(geometry: Geometry, case: Case) -> None:
             after = found(name, math.nan)
             if after is not None and all(bool(x.isfinite().all()) for x in after):
                 raise Broken(
-                    f"{name}{list(token)} counts, and where it is NaN loss and gradient are finite: garbage in must be NaN out, "
-                    "or an error"
+                    f"{name}{list(token)} counts, and where it is NaN loss and gradient are finite: garbage in must be NaN "
+                    "out, or an error"
                 )
 
 

@@ -122,8 +122,9 @@ def bootstrap(operator: Transport, case: None) -> None:
             seen[name] |= bool((better > worse + ROUNDING).any())
             if float(better[-1]) < float(worse[-1]) - ROUNDING:
                 raise Broken(
-                    f"of two cut responses, {name} of the one with a bootstrap of {float(value[-1]):.4g} are {numbers(better)}, "
-                    f"of its copy with {float(value[0]):.4g} {numbers(worse)}: what would have followed counts the wrong way"
+                    f"of two cut responses, {name} of the one with a bootstrap of {float(value[-1]):.4g} are "
+                    f"{numbers(better)}, of its copy with {float(value[0]):.4g} {numbers(worse)}: what would "
+                    "have followed counts the wrong way"
                 )
         whole = rollout.replace(truncated=torch.zeros_like(rollout.truncated), bootstrap=torch.zeros_like(value[:-1]))
         agree(operator, whole, whole.replace(bootstrap=None), "where bootstrap is None and nothing was cut")
