@@ -171,8 +171,8 @@ class NoiseOverItsOwnSize(Transport):
     needs: ClassVar = frozenset({"groups"})
 
     def __call__(self, rollout):
-        scores, same = rollout.scores, rollout.groups.unsqueeze(0) == rollout.groups.unsqueeze(1)
-        share = same.to(scores.dtype) / same.sum(1, keepdim=True)
+        scores, same = rollout.scores, (rollout.groups.unsqueeze(0) == rollout.groups.unsqueeze(1)) & rollout.valid
+        share = same.to(scores.dtype) / same.sum(1, keepdim=True).clamp(min=1)
         mean = share @ scores
         deviation = (share @ scores.square() - mean.square()).clamp(min=0).sqrt()
         centred = (scores - mean) / (deviation + 1e-9)
@@ -431,14 +431,15 @@ ALSO = {
     "clip": {"weight"},
     "moves": {"clip", "weight"},
     "future": {"measured", "padding"},
-    "split": {"future"},
+    "split": {"future", "moves"},
+    "gap": {"garbage"},
     "padding": {"split"},
     "precision": {"extreme"},
     "learns": {"noise"},
 }
 
 
-def failures(operator: Component, examples: int = 12) -> dict[str, str]:
+def failures(operator: Component, examples: int = 30) -> dict[str, str]:
     return {v.property: v.why for v in check(operator, examples=examples, shrink=False) if v.outcome == "FAILED"}
 
 

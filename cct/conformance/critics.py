@@ -242,8 +242,8 @@ def noise(critic: Critic, case: None) -> None:
             agent.zero_grad(set_to_none=True)
             kept = loss(torch.full((2, 5), 1.0).where(mask, value)).masked_fill(~mask, 0.0)
             kept.sum().backward()
-            slope = [p.grad.flatten() for p in agent.critic.parameters() if p.grad is not None]
-            found.append((value, kept, torch.cat([torch.zeros(1), *slope])))
+            slopes = [p.grad.flatten() for p in agent.critic.parameters() if p.grad is not None]
+            found.append((value, kept, torch.cat([torch.zeros(1), *slopes])))
         for value, kept, slope in found[1:]:
             when = f"with targets of {value:g} in place of {found[0][0]:g} where the mask is off"
             same("the loss of other tokens", found[0][1], kept, when, ROUNDING)

@@ -152,7 +152,7 @@ def garbage(geometry: Geometry, case: Case) -> None:
     update, token = update_of(case), case.token(~torch.tensor(case.masked))
     if token is None:
         return
-    before = losses(geometry, update)
+    before = losses(geometry, update)[:2]
 
     def found(name: str, value: float) -> tuple[Tensor, Tensor] | None:
         x = getattr(update, name).clone()
@@ -164,7 +164,7 @@ def garbage(geometry: Geometry, case: Case) -> None:
 
     def counts(name: str, value: float) -> bool:
         after = found(name, value)
-        return after is None or any(not torch.allclose(x, y, atol=ROUNDING) for x, y in zip(before, after, strict=False))
+        return after is None or any(not torch.allclose(x, y, atol=ROUNDING) for x, y in zip(before, after, strict=True))
 
     for name in ("logprobs", "old_logprobs", "advantages", "reference_logprobs"):
         if any(counts(name, value) for value in (-0.3, 1.7, -2.5)):
