@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from cct.training.collect import Collector
+from cct.training.rows import continue_from, evaluate, greedy_scores
 from test_models import TEMPLATE, USER, make_folder, make_tokenizer, pretrained
 from test_recipe import NO_CRITIC, over, write
 
@@ -23,10 +25,8 @@ from cct.task.fields import lookup, text_of
 from cct.task.files import JsonLines, Parquet
 from cct.task.huggingface import Datasets
 from cct.training.building import build
-from cct.training.collect import Collector
 from cct.training.prompts import training_prompts
 from cct.training.ranks import Ranks
-from cct.training.rows import continue_from, evaluate, greedy_scores
 from cct.training.stopped import TrainingStopped
 
 

@@ -3,6 +3,9 @@
 import pickle
 
 import pytest
+from cct.training.collect import Collector
+from cct.training.pass_at_k import evaluate_sampled
+from cct.training.rows import continue_from, evaluate, greedy_scores, judge
 from test_training import tiny
 
 from cct.evidence import Evidence, close_workers, evidences
@@ -12,11 +15,8 @@ from cct.evidence.shape import Format, Length
 from cct.policy.sampling import Completion
 from cct.rollout import Prompt, Response
 from cct.training.building import build
-from cct.training.collect import Collector
 from cct.training.failures import Failures
-from cct.training.pass_at_k import evaluate_sampled
 from cct.training.ranks import Ranks
-from cct.training.rows import continue_from, evaluate, greedy_scores, judge
 
 
 def said(text: str, tokens: int = 2) -> Response:

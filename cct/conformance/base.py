@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +21,10 @@ class Broken(AssertionError):
     """A property does not hold; the message says what was expected and what was found."""
 
     case: Any = None
+
+
+class Malformed(Broken):
+    """It raised, or what it returned is of another shape or type: what `form` is about."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +67,39 @@ def hypothesis() -> Any:
     return library
 
 
-def search(test: Callable[[Any], None], cases: Any, examples: int, *, shrink: bool = True) -> Broken | None:
-    """Look for a case that breaks the test and shrink it; the same cases every time."""
-    library = hypothesis()
-    phases = [library.Phase.generate, *([library.Phase.shrink] if shrink else [])]
+def drawn(cases: Any, examples: int) -> list[Any]:
+    """So many cases, the same ones every time."""
+    library, found = hypothesis(), []
 
-    @library.settings(
+    @_settings(library, examples, [library.Phase.generate])
+    @library.given(cases)
+    def look(case: Any) -> None:
+        found.append(case)
+
+    look()
+    return found
+
+
+def shrunk(test: Callable[[Any], None], cases: Any, examples: int, broken: Broken) -> Broken:
+    """The failure of the smallest case that breaks the test; `broken`, which is known to, where none is found."""
+    library = hypothesis()
+
+    @_settings(library, examples, [library.Phase.generate, library.Phase.shrink])
+    @library.given(cases)
+    def look(case: Any) -> None:
+        _try(test, case)
+
+    try:
+        look()
+    except Broken as error:
+        return error
+    except library.errors.Flaky:  # it broke once, and not when it was looked at again
+        pass
+    return broken
+
+
+def _settings(library: Any, examples: int, phases: list[Any]) -> Any:
+    return library.settings(
         max_examples=examples,
         deadline=None,
         derandomize=True,
@@ -79,52 +110,77 @@ def search(test: Callable[[Any], None], cases: Any, examples: int, *, shrink: bo
         verbosity=library.Verbosity.quiet,
         phases=phases,
     )
-    @library.given(cases)
-    def look(case: Any) -> None:
-        try:
-            test(case)
-        except Broken as broken:
-            broken.case = case
-            raise
 
+
+def _try(test: Callable[[Any], None], case: Any) -> None:
     try:
-        look()
+        test(case)
     except Broken as broken:
-        return broken
-    except library.errors.Flaky as error:  # it broke once, and not when it was looked at again
-        return Broken(f"the same case breaks it one time and not another: {str(error).splitlines()[0]}")
+        broken.case = case
+        raise
+
+
+def broken(operator: Component, each: Property, drawn: list[Any], cases: Any, shrink: bool) -> Broken | None:
+    """How a property fails, if it does. drawn: the cases to look at, of which it may want fewer."""
+    count = max(1, round(len(drawn) * each.cases))
+    for case in drawn[:count] if each.cases else [None]:
+        try:
+            _try(lambda case: each.test(operator, case), case)
+        except Broken as error:
+            return shrunk(lambda case: each.test(operator, case), cases, count, error) if shrink and each.cases else error
     return None
 
 
 def judge(
-    operator: Component, found: list[Property], cases: Any, examples: int, show: Callable[[Any], str], only: str = ""
+    operator: Component,
+    found: list[Property],
+    cases: Any,
+    examples: int,
+    show: Callable[[Any], str],
+    only: str = "",
+    shrink: bool = True,
 ) -> list[Verdict]:
-    """A verdict on each property. cases: Hypothesis's strategy. show: a case as Python. only: of this property alone."""
+    """A verdict on each property. cases: Hypothesis's strategy. show: a case as Python. only: of this property alone.
 
-    def broken(each: Property, shrink: bool) -> Broken | None:
-        if each.cases:
-            return search(lambda case: each.test(operator, case), cases, max(1, round(examples * each.cases)), shrink=shrink)
-        try:
-            each.test(operator, None)
-        except Broken as error:
-            return error
-        return None
+    The first property is `determinism`. Where it fails nothing else is judged: no other verdict would mean anything, and its
+    inputs must not have been seen before.
+    """
+    inputs, malformed = drawn(cases, examples), False
 
-    def verdict(each: Property) -> Verdict:
+    def verdict(each: Property, unsteady: bool) -> Verdict:
+        nonlocal malformed
         name, says = each.name, each.says
         if name in operator.waives and each.waivable:
             return Verdict(name, NOT, says, f"waived: {operator.waives[name]}")
-        excuse = each.excused(operator)
+        excuse = each.excused(operator) or (unsteady and "not judged, since `determinism` fails")
         if excuse:
             return Verdict(name, NOT, says, excuse)
         asked = not each.claimed or name in operator.claims
-        error = broken(each, shrink=asked)
+        error = broken(operator, each, inputs, cases, shrink and asked)
         if not asked:
             return Verdict(name, NOT, says, f"not claimed (it {'does not hold' if error else 'would hold'}): {each.claimed}")
         if error is None:
             return Verdict(name, OK, says)
-        return Verdict(name, FAILED, says, str(error), show(error.case) if error.case is not None else "")
+        if isinstance(error, Malformed) and malformed:
+            return Verdict(name, NOT, says, "not judged, since `form` fails")
+        malformed |= isinstance(error, Malformed) and name == "form"
+        advice = f"\nwhere that is meant, it says so: waives = {{'{name}': 'why'}}" if each.waivable else ""
+        return Verdict(name, FAILED, says, f"{error}{advice}", show(error.case) if error.case is not None else "")
 
+    verdicts = [_contract(operator, found)]
+    if isinstance(operator.claims, Set) and isinstance(operator.waives, Mapping):
+        verdicts.append(verdict(found[0], False))
+        unsteady = verdicts[-1].outcome == FAILED
+        verdicts += [verdict(each, unsteady) for each in found[1:] if only in ("", each.name)]
+    return [each for each in verdicts if only in ("", each.property)]
+
+
+def _contract(operator: Component, found: list[Property]) -> Verdict:
+    """What it claims and waives can be claimed and waived."""
+    says = "what it claims and waives can be claimed and waived"
+    if not isinstance(operator.claims, Set) or not isinstance(operator.waives, Mapping):
+        wrong = f"claims is {operator.claims!r}, waives {operator.waives!r}; expected a set of names, and a dict of reasons"
+        return Verdict("contract", FAILED, says, wrong)
     unknown = [
         f"it {does} '{name}', and the properties that can be {done} are {', '.join(able) or 'none'}"
         for does, done, names, able in (
@@ -134,8 +190,4 @@ def judge(
         for name in names
         if name not in able
     ]
-    says = "what it claims and waives can be claimed and waived"
-    first = [Verdict("contract", FAILED, says, "; ".join(unknown))] if unknown else [Verdict("contract", OK, says)]
-    return [each for each in first if not only or each.property == only] + [
-        verdict(each) for each in found if not only or each.name == only
-    ]
+    return Verdict("contract", FAILED, says, "; ".join(unknown)) if unknown else Verdict("contract", OK, says)

@@ -7,18 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cct.rollout import Rollout
+from cct.rollout import Rollout, TokenEntropy, TokenLogprob
 
 from .base import Broken, hypothesis
 
 PROMPT = 3  # prompt positions of a case
 NOISE = (float("nan"), float("inf"), -3.0)
 ALWAYS = ("entropy", "value_disagreement")  # statistics that parts may read without asking for them
-
-# A tensor may hold so many times more numbers at four times the length: four, and what does not grow is small change.
-GROWTH = 5.0
+RANGES = {TokenEntropy: 6.0, TokenLogprob: -6.0}  # in nats; other statistics go from 0 to 1
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Case:
     pick: int
     """Chooses a token or a row, where a test changes one."""
 
-    def rollout(self, statistics: Any = ()) -> Rollout:
+    def rollout(self, statistics: Any = None) -> Rollout:
         mask = ~torch.tensor(self.masked)
         rewards = torch.tensor(self.rewards)
         return fill(mask, rewards, torch.tensor(self.groups), torch.tensor(self.truncated), self.seed, statistics, self.first)
@@ -82,6 +79,8 @@ def fill(
         return (torch.rand(shape, generator=generator) * 100).round() / 100
 
     seen = mask.flip(1).cummax(1).values.flip(1) if width else mask
+    scales = {name: RANGES.get(type(what), 1.0) for name, what in (statistics or {}).items()}
+    scales |= dict.fromkeys(ALWAYS, 1.0)
     branches = mask & (draw(rows, width) < 0.4)
     further = {
         "anchors": (draw(rows, width) * 2).long(),
@@ -103,8 +102,8 @@ def fill(
         values=draw(rows, width),
         bootstrap=draw(rows) * truncated,
         reference_logprobs=-draw(rows, width),
-        stats={name: draw(rows, width) for name in (*statistics, *ALWAYS)},
-        moments={} if first else {name: (0.5, 0.3) for name in (*statistics, *ALWAYS)},
+        stats={name: scale * draw(rows, width) for name, scale in scales.items()},
+        moments={} if first else {name: (0.5 * scale, 0.3 * abs(scale)) for name, scale in scales.items()},
         seed=seed,
         **{name: x for name, x in further.items() if name in there},  # type: ignore[arg-type]
     )
@@ -134,6 +133,11 @@ def each_tensor(rollout: Rollout, change: Any, *, mask: bool = True) -> Rollout:
 def noisy(rollout: Rollout, noise: float) -> Rollout:
     """Noise wherever the mask is off."""
     return each_tensor(rollout, lambda x: x.where(rollout.mask, noise) if x.is_floating_point() else x, mask=False)
+
+
+def with_copy(rollout: Rollout, row: int) -> Rollout:
+    """One response once more, at the end."""
+    return rows_of(rollout, torch.tensor([*range(len(rollout.mask)), row]))
 
 
 def reordered(rollout: Rollout, index: Tensor) -> Rollout:
@@ -244,33 +248,3 @@ def python(**tensors: Any) -> str:
         elif x is not None:
             lines.append(f"{name} = {x!r}")
     return "\n".join(lines)
-
-
-class LargestTensor(TorchDispatchMode):
-    """Watches how many numbers the largest tensor holds that is made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for x in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(x, Tensor):
-                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // max(1, x.element_size()))
-        return made
-
-
-def grows_linearly(make: Any, lengths: tuple[int, ...] = (64, 256, 1024, 4096, 16384)) -> None:
-    """`make(length)()` at each length: no tensor may grow faster than the length. Raises Broken."""
-    before = 0
-    for length in lengths:
-        call = make(length)
-        with LargestTensor() as watch:
-            call()
-        if before and watch.numbers > GROWTH * before:
-            raise Broken(
-                f"at {length} tokens the largest tensor holds {watch.numbers:,} numbers, {watch.numbers / before:.1f} times as "
-                f"many as at {length // 4}: memory grows faster than responses x tokens"
-            )
-        before = watch.numbers

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from cct.critic import Critic
 from cct.policy.base import policies
+from cct.rollout import Rollout
 from cct.training.agent import Agent
 
-from .base import Broken, Property, hypothesis
-from .cases import numbers, python, same
+from .base import Broken, Malformed, Property, hypothesis
+from .cases import NOISE, Case, noisy, numbers, python, rows_of, same
+from .watch import NoHalf, alone, later
 
 BOUNDS = (-0.5, 2.0)  # of the reward
 ROUNDING = 1e-4
@@ -58,6 +61,21 @@ def cases() -> Any:
     )
 
 
+@cache
+def random_actor() -> Any:
+    """A model of two layers, far from the start of training, where attention is uniform."""
+    scratch = policies["scratch"].model_validate(
+        {"hidden_size": 32, "intermediate_size": 40, "layers": 2, "heads": 4, "kv_heads": 2, "alphabet": "0123456789"}
+    )
+    actor = scratch.load(alphabet="", seed=0)[0].eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in actor.parameters():
+            if weight.dim() > 1:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    return actor
+
+
 _BUILT: dict[tuple[type[Critic], str], Agent] = {}
 
 
@@ -65,15 +83,8 @@ def agent_of(critic: Critic) -> Agent:
     """A random actor with this critic, whose weights are random too where it starts from zeros."""
     key = type(critic), critic.model_dump_json()
     if key not in _BUILT:
-        scratch = policies["scratch"].model_validate(
-            {"hidden_size": 32, "intermediate_size": 40, "layers": 2, "heads": 4, "kv_heads": 2, "alphabet": "0123456789"}
-        )
-        actor = scratch.load(alphabet="", seed=0)[0].eval()
-        generator = torch.Generator().manual_seed(0)
+        actor, generator = random_actor(), torch.Generator().manual_seed(1)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for weight in actor.parameters():  # far from the start of training, where attention is uniform
-                if weight.dim() > 1:
-                    weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
             torch.manual_seed(0)
             tower = critic.build(actor, BOUNDS)
             for weight in tower.parameters():
@@ -95,9 +106,9 @@ def values(
         with torch.no_grad():
             found = agent_of(critic)(ids[rows], seen[rows], width, with_critic=True).values
     except Exception as error:
-        raise Broken(f"it raised {type(error).__name__}: {error}") from error
+        raise Malformed(f"it raised {type(error).__name__}: {error}") from error
     if found is None or found.shape != (len(rows), width + 1):
-        raise Broken(f"its values are {None if found is None else tuple(found.shape)}; expected {(len(rows), width + 1)}")
+        raise Malformed(f"its values are {None if found is None else tuple(found.shape)}; expected {(len(rows), width + 1)}")
     return found
 
 
@@ -172,43 +183,110 @@ def gradient(critic: Critic, case: None) -> None:
             raise Broken(f"a gradient of its values reaches the actor: {', '.join(touched[:3])}; detach what it reads")
 
 
+def _taught(critic: Critic, agent: Agent) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    """Values [2, 5] of two responses, and the loss against targets, as the trainer asks for them."""
+    ids, seen, width = Batch((3, 2), (5, 4), 0, 0).tokens()
+    trace = agent(ids, seen, width, with_critic=True).trace
+    assert trace is not None and agent.critic is not None
+    tower = agent.critic
+
+    def loss(target: Tensor) -> Tensor:
+        found = tower.head.loss(agent.values(trace, width)[0][:, :-1], target)
+        if found.shape != target.shape:
+            raise Broken(f"its loss is {tuple(found.shape)}; expected one number for each target, {tuple(target.shape)}")
+        return found
+
+    return lambda: agent.values(trace, width)[1][:, :-1], loss
+
+
 def learns(critic: Critic, case: None) -> None:
-    """A step along the gradient of its loss lowers it."""
+    """A step along the gradient of its loss lowers it, and takes values towards their targets from either side."""
     with _gradients(critic) as agent:
         assert agent.critic is not None
         tower: nn.Module = agent.critic
         before = {name: p.detach().clone() for name, p in tower.named_parameters()}
-        ids, seen, width = Batch((3, 2), (5, 4), 0, 0).tokens()
-        target = torch.full((2, width), 1.5)
+        values, loss = _taught(critic, agent)
+        for target in (torch.full((2, 5), BOUNDS[1]), torch.full((2, 5), BOUNDS[0])):
+            agent.zero_grad(set_to_none=True)
+            try:
+                first, apart = loss(target).mean(), (values() - target).abs().mean()
+                if not first.requires_grad:
+                    raise Broken("its loss has no gradient by its own weights, so it cannot learn")
+                first.backward()
+                with torch.no_grad():
+                    for p in tower.parameters():
+                        if p.grad is not None:
+                            p.sub_(1e-3 * p.grad / (1 + p.grad.norm()))
+                    after, left = loss(target).mean(), (values() - target).abs().mean()
+                for what, x, y in (("its loss", first, after), ("the distance of its values to their target", apart, left)):
+                    if not y.item() < x.item():
+                        raise Broken(
+                            f"a small step along the gradient towards {float(target[0, 0]):g} takes {what} from {x.item():.6f} "
+                            f"to {y.item():.6f}"
+                        )
+            finally:
+                with torch.no_grad():
+                    for name, p in tower.named_parameters():
+                        p.copy_(before[name])
 
-        def loss() -> Tensor:
-            raw = agent(ids, seen, width, with_critic=True)
-            assert raw.trace is not None and agent.critic is not None
-            return agent.critic.head.loss(agent.values(raw.trace, width)[0][:, :-1], target).mean()
 
-        try:
-            first = loss()
-            if not first.requires_grad:
-                raise Broken("its loss has no gradient by its own weights, so it cannot learn")
-            first.backward()
-            with torch.no_grad():
-                for p in tower.parameters():
-                    if p.grad is not None:
-                        p.sub_(1e-3 * p.grad / (1 + p.grad.norm()))
-                after = loss()
-            if not float(after) < float(first.detach()):
-                raise Broken(
-                    f"a small step along the gradient takes its loss from {float(first.detach()):.6f} to {float(after):.6f}"
-                )
-        finally:
-            with torch.no_grad():
-                for name, p in tower.named_parameters():
-                    p.copy_(before[name])
+def noise(critic: Critic, case: None) -> None:
+    """The trainer leaves out the losses at masked positions; what the target is there reaches no other loss or gradient."""
+    with _gradients(critic) as agent:
+        assert agent.critic is not None
+        _, loss = _taught(critic, agent)
+        mask = torch.ones(2, 5, dtype=torch.bool)
+        mask[0, 2:4] = mask[1, 0] = False
+        found = []
+        for value in (0.5, 2.0, -0.5):
+            agent.zero_grad(set_to_none=True)
+            kept = loss(torch.full((2, 5), 1.0).where(mask, value)).masked_fill(~mask, 0.0)
+            kept.sum().backward()
+            slopes = [p.grad.flatten() for p in agent.critic.parameters() if p.grad is not None]
+            found.append((value, kept, torch.cat([torch.zeros(1), *slopes])))
+        for value, kept, slope in found[1:]:
+            when = f"with targets of {value:g} in place of {found[0][0]:g} where the mask is off"
+            same("the loss of other tokens", found[0][1], kept, when, ROUNDING)
+            same("the gradient", found[0][2], slope, when, ROUNDING)
+
+
+def baseline(critic: Critic, case: None) -> None:
+    """What it puts in place of its values, for the transport, is as a critic's values are."""
+    for seed in range(3):
+        rollout = Case(
+            ((False,) * 4, (False, True, False, True), (False, False, True, True), (True,) * 4),
+            ((0.0, 0.0, 0.0, 1.0),) * 4, (0, 0, 0, 1), (True, False, False, False), seed, False, 0,
+        ).rollout()  # fmt: skip
+        given = (1.0 - rollout.mask.cumsum(1) * 0.1).masked_fill(~rollout.mask, 0.0)
+
+        def put(of: Rollout, given: Tensor = given) -> dict[str, Tensor]:
+            try:
+                changed = critic.baseline(of, given, BOUNDS)
+            except Exception as error:
+                raise Broken(f"baseline raised {type(error).__name__}: {error}") from error
+            found = of if changed is None else changed
+            assert found.values is not None and found.bootstrap is not None
+            return {"values": found.values.masked_fill(~found.mask, 0.0), "bootstrap": found.bootstrap}
+
+        expected = put(rollout)
+        if expected["values"].shape != rollout.mask.shape or not all(bool(x.isfinite().all()) for x in expected.values()):
+            raise Broken(
+                f"its baseline is {numbers(expected['values'])}, {numbers(expected['bootstrap'])}; expected finite [B, T], [B]"
+            )
+        if bool(expected["bootstrap"][~rollout.truncated].ne(0).any()):
+            raise Broken(f"after responses that ended by themselves its baseline is {numbers(expected['bootstrap'])}, not 0")
+        for value in NOISE:
+            for name, x in put(noisy(rollout, value)).items():
+                same(name, expected[name], x, f"with {value} at masked positions", ROUNDING)
+        turned = torch.arange(len(rollout.mask)).flip(0)
+        for name, x in put(rows_of(rollout, turned), given.flip(0)).items():
+            same(name, expected[name], x.flip(0), "with the responses in reverse order", ROUNDING)
 
 
 def precision(critic: Critic, batch: Batch) -> None:
     agent = agent_of(critic)
-    exact = _real(batch, values(critic, batch))
+    with NoHalf():
+        exact = _real(batch, values(critic, batch))
     agent.bf16 = True
     try:
         low = _real(batch, values(critic, batch))
@@ -223,11 +301,13 @@ def precision(critic: Critic, batch: Batch) -> None:
 
 
 def determinism(critic: Critic, batch: Batch) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(batch.seed)
-        first = values(critic, batch)
-        torch.manual_seed(batch.seed + 1)
-        same("V", first, values(critic, batch), "called again")
+    first = None
+    for when in ("", "called again", "called again, a day later"):
+        with alone(len(when)), later() if "later" in when else nullcontext():
+            found = values(critic, batch)
+        first = found if first is None else first
+        same("V", first, found, when)
+        values(critic, replace(batch, seed=batch.seed + 1))
 
 
 def built(critic: Critic, case: None) -> None:
@@ -246,21 +326,23 @@ def built(critic: Critic, case: None) -> None:
 
 
 CRITIC = [
+    Property("determinism", "the same tokens give the same values", determinism, 0.25),
     Property("form", "finite values [B, T + 1], within the rewards' bounds where its output is bounded", form, 0.25),
     Property("future", "V_t does not depend on tokens from t on, nor on other responses", future),
     Property("padding", "neither padding before prompts nor after responses matters", padding, 0.5),
     Property("order", "the order of the responses does not matter", order, 0.25),
     Property("split", "each response alone in a micro-batch gets the same", split, 0.5),
     Property("gradient", "no gradient of its values reaches the actor", gradient, cases=0),
-    Property("learns", "a step along the gradient of its loss lowers it", learns, cases=0),
-    Property("precision", "bf16 agrees with float32", precision, 0.25),
-    Property("determinism", "the same tokens give the same values", determinism, 0.25),
+    Property("learns", "a step along the gradient of its loss lowers it, and takes values towards targets", learns, cases=0),
+    Property("precision", "bf16 agrees with float32; nothing is computed in less where it is off", precision, 0.25),
     Property("built", "one seed makes one critic, and making it leaves the actor alone", built, cases=0),
+    Property("noise", "whatever the target is at masked positions, no other loss or gradient changes", noise, cases=0),
     Property(
-        "noise",
-        "whatever stands at masked positions changes nothing",
-        lambda critic, case: None,
-        excused=lambda critic: "a critic reads tokens and has no mask; `padding` says the same of what is no token",
+        "baseline",
+        "what it puts in place of its values is finite, in any order, and knows nothing of masked positions",
+        baseline,
+        cases=0,
+        excused=lambda critic: "it changes none" if type(critic).baseline is Critic.baseline else "",
     ),
     Property(
         "length",

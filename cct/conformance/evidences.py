@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import random
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from cct.evidence import Evidence, Failure
 from cct.rollout import Prompt, Response
 
-from .base import Broken, Property, hypothesis
+from .base import Broken, Malformed, Property, hypothesis
+from .watch import alone, later, unchanged
 
+CALLS = itertools.count()  # makes texts that no call before has seen
 SLACK = 1e-6
 
 
@@ -44,13 +45,21 @@ def verdict_of(evidence: Evidence, prompt: Prompt, response: Response) -> float:
         if verdict is None:  # it abstains
             return 0.0
         rewards = [float(verdict)] if isinstance(verdict, int | float) else [float(x) for x in verdict]
-    except Exception as error:
-        raise Broken(f"it raised {type(error).__name__}: {error}, judging {response.text!r}") from error
+    except (Exception, SystemExit) as error:
+        raise Malformed(f"it raised {type(error).__name__}: {error}, judging {response.text!r}") from error
     if not isinstance(verdict, int | float) and len(rewards) != len(response.tokens):
-        raise Broken(f"it gave {len(rewards)} rewards for {len(response.tokens)} tokens: {verdict!r}")
+        raise Malformed(f"it gave {len(rewards)} rewards for {len(response.tokens)} tokens: {verdict!r}")
     if not all(map(math.isfinite, rewards)):
-        raise Broken(f"it gave {verdict!r} for {response.text!r}; expected finite numbers")
+        raise Malformed(f"it gave {verdict!r} for {response.text!r}; expected finite numbers")
     return math.fsum(rewards)
+
+
+def _verdict(evidence: Evidence, prompt: Prompt, response: Response) -> float | str:
+    """The total, or what is wrong with it, which `form` says."""
+    try:
+        return verdict_of(evidence, prompt, response)
+    except Broken as error:
+        return str(error)
 
 
 def form(evidence: Evidence, case: Texts) -> None:
@@ -68,20 +77,27 @@ def short(evidence: Evidence, case: None) -> None:
 
 
 def determinism(evidence: Evidence, case: Texts) -> None:
-    prompt = evidence.example
-    responses = case.responses(prompt)
-    states = random.getstate(), torch.get_rng_state()
-    first = [verdict_of(evidence, prompt, response) for response in responses]
-    again = [verdict_of(evidence, prompt, response) for response in reversed(responses)][::-1]
-    if first != again:
-        raise Broken(f"judged again in the reverse order, it gives {again} in place of {first}")
-    if random.getstate() != states[0] or not torch.equal(torch.get_rng_state(), states[1]):
-        raise Broken("it draws from a global generator, which the run's seed does not reach")
+    """Judged, judged again in the reverse order, and a day later; texts that no call before has seen."""
+    prompt, untouched = evidence.example, deepcopy(evidence.example)
+    once = replace(case, texts=tuple(f"{text} {next(CALLS)}" for text in case.texts)).responses(prompt)
+    again = [*case.responses(prompt), *once]
+    with alone(0):
+        first = {response: _verdict(evidence, prompt, response) for response in again}
+    with later(), alone(1):
+        second = {response: _verdict(evidence, prompt, response) for response in reversed(again)}
+    for response, verdict in first.items():
+        if verdict != second[response]:
+            raise Broken(
+                f"judged again, in the reverse order and a day later, {response.text!r} gets {second[response]} in place of "
+                f"{verdict}"
+            )
+    unchanged("prompt", untouched, prompt)
 
 
 def batch(evidence: Evidence, case: Texts) -> None:
     prompt = evidence.example
     responses = case.responses(prompt)
+    responses += responses[:1]  # a policy that repeats itself
     try:
         together = evidence.judge_batch([prompt] * len(responses), responses)
     except Exception as error:
@@ -97,9 +113,11 @@ def batch(evidence: Evidence, case: Texts) -> None:
 
 
 EVIDENCE = [
+    Property(
+        "determinism", "the same response gets the same, in any order, from no global generator; its prompt stays", determinism
+    ),
     Property("form", "a finite number within its bounds, or one reward for each token that adds up to one", form),
     Property("short", "a verdict on empty, garbled and long responses too", short, cases=0, waivable=True),
-    Property("determinism", "the same response gets the same, in any order, from no global generator", determinism),
     Property("batch", "a batch is judged as its responses are one by one", batch),
 ]
 

@@ -1,24 +1,26 @@
-"""Properties of transports and gates."""
+"""Properties that transports and gates share, and those of gates."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cct.rollout import Credit, Rollout
+from cct.training.agent import Agent
 from cct.transport import Gate, Transport
 
-from .base import Broken, Property
+from .base import Broken, Malformed, Property
 from .cases import (
     NOISE,
     Case,
     cast,
     full,
-    grows_linearly,
     noisy,
     numbers,
     padded,
@@ -26,33 +28,44 @@ from .cases import (
     python,
     rows_of,
     same,
+    with_copy,
     without_gaps,
 )
+from .critics import Batch, random_actor
+from .watch import Meddles, NoHalf, alone, grows_linearly, identical, later, unchanged
 
 ROUNDING = 1e-4  # of the greatest number: sums of float32 in another order
 BFLOAT16 = 0.06  # of the greatest number: eight bits, through a handful of sums and a division
-CHANGES = (1.0, -2.5, 5.0)  # of a reward, of which one at least must show
+CALLS = itertools.count()  # makes rollouts that no call before has seen
+NUMBERS = ("rewards", "values", "bootstrap", "logprobs", "rollout_logprobs", "reference_logprobs")
+PROVIDED = {  # what a part asks for -> the fields of a rollout that it then finds
+    "values": ("values", "bootstrap"),
+    "reference": ("reference_logprobs",),
+    "greedy": ("greedy_scores",),
+    "anchors": ("anchors",),
+}
+CHANGES = (1.0, -2.5, 5.0)  # of a number, of which one at least must show
 
 
 def outputs(operator: Transport | Gate, rollout: Rollout) -> dict[str, Tensor]:
     """What an operator returns, by name, without what a gate holds at masked positions."""
     try:
         result = operator(rollout)
-    except Exception as error:
-        raise Broken(f"it raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise Malformed(f"it raised {type(error).__name__}: {error}") from error
     found: dict[str, Any] = {"gate": result}
     if isinstance(operator, Transport):
         if not isinstance(result, Credit):
-            raise Broken(f"it returned a {type(result).__name__}; expected a Credit")
+            raise Malformed(f"it returned a {type(result).__name__}; expected a Credit")
         found = {"advantages": result.advantages, "value_targets": result.value_targets, "gate": result.gate}
     for name, x in found.items():
         if x is not None and not (isinstance(x, Tensor) and x.shape == rollout.mask.shape):
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise Broken(f"{name} is {shape}; expected the mask's shape {tuple(rollout.mask.shape)}")
+            raise Malformed(f"{name} is {shape}; expected the mask's shape {tuple(rollout.mask.shape)}")
     return {name: x.masked_fill(~rollout.mask, 0.0) if name == "gate" else x for name, x in found.items() if x is not None}
 
 
-def _agree(
+def agree(
     operator: Any,
     rollout: Rollout,
     other: Rollout,
@@ -71,10 +84,10 @@ def _agree(
 
 # --- properties of both ---------------------------------------------------------------------------
 def form(operator: Any, case: Case) -> None:
-    _form(operator, case.rollout(operator.statistics))
+    well_formed(operator, case.rollout(operator.statistics))
 
 
-def _form(operator: Any, rollout: Rollout) -> None:
+def well_formed(operator: Any, rollout: Rollout) -> None:
     found = outputs(operator, rollout)
     if "values" in operator.needs and isinstance(operator, Transport) and "value_targets" not in found:
         raise Broken("it needs a critic's values and returns no value_targets, from which the critic would learn")
@@ -90,7 +103,7 @@ def _form(operator: Any, rollout: Rollout) -> None:
 def noise(operator: Any, case: Case) -> None:
     rollout = case.rollout(operator.statistics)
     for value in NOISE:
-        _agree(operator, rollout, noisy(rollout, value), f"with {value} at masked positions", tolerance=0.0)
+        agree(operator, rollout, noisy(rollout, value), f"with {value} at masked positions", tolerance=0.0)
 
 
 def gap(operator: Any, case: Case) -> None:
@@ -105,7 +118,7 @@ def padding(operator: Any, case: Case) -> None:
     rollout, width = case.rollout(operator.statistics), len(case.masked[0])
     for right in (1, 70):
         more = padded(rollout, right, left=2)
-        _agree(operator, rollout, more, f"with {right} more positions of padding", back=lambda x: x[:, :width])
+        agree(operator, rollout, more, f"with {right} more positions of padding", back=lambda x: x[:, :width])
     moved, index = padding_left(rollout)
     expected, got = outputs(operator, rollout), outputs(operator, moved)
     for name, x in expected.items():
@@ -117,11 +130,11 @@ def order(operator: Any, case: Case) -> None:
     rows = torch.arange(len(rollout.mask))
     for index in (rows.roll(1), rows.flip(0)):
         other = rows_of(rollout, index)
-        _agree(operator, rollout, other, f"in the order {index.tolist()}", back=lambda x, index=index: x[index.argsort()])  # type: ignore[misc]
+        agree(operator, rollout, other, f"in the order {index.tolist()}", back=lambda x, index=index: x[index.argsort()])  # type: ignore[misc]
 
 
 def split(operator: Any, case: Case) -> None:
-    rollout = _with_moments(case, operator)
+    rollout = with_moments(case, operator)
     whole = outputs(operator, rollout)
     for group in rollout.groups.unique().tolist():
         rows = (rollout.groups == group).nonzero().squeeze(1)
@@ -134,8 +147,10 @@ def split(operator: Any, case: Case) -> None:
 
 def precision(operator: Any, case: Case) -> None:
     rollout = case.rollout(operator.statistics)
-    exact = outputs(operator, cast(rollout, torch.float64))
-    for name, x in outputs(operator, rollout).items():
+    with NoHalf():
+        found = outputs(operator, rollout)
+        exact = outputs(operator, cast(rollout, torch.float64))
+    for name, x in found.items():
         same(name, exact[name], x, "in float32 against float64", ROUNDING)
     short = cast(rollout, torch.bfloat16)
     exact = outputs(operator, cast(short, torch.float64))
@@ -144,23 +159,105 @@ def precision(operator: Any, case: Case) -> None:
 
 
 def determinism(operator: Any, case: Case) -> None:
-    rollout, untouched = case.rollout(operator.statistics), case.rollout(operator.statistics)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(case.seed)
-        state = torch.get_rng_state()
-        first = outputs(operator, rollout)
-        if not torch.equal(torch.get_rng_state(), state):
-            raise Broken("it draws from torch's global generator; a generator seeded with rollout.seed makes a run repeatable")
-        torch.manual_seed(case.seed + 1)
-        second = outputs(operator, rollout)
-    for name, x in first.items():
-        same(name, x, second[name], "called again")
-    for field in fields(rollout):
-        before, after = getattr(untouched, field.name), getattr(rollout, field.name)
-        if field.name == "stats":
-            before, after = torch.stack([*before.values()]), torch.stack([*after.values()])
-        if isinstance(before, Tensor) and not torch.equal(before, after):
-            raise Broken(f"it wrote into rollout.{field.name}: {numbers(before)} became {numbers(after)}")
+    """Asked, asked about something else, and asked again a day later; then the same of another instance of it.
+
+    The rollouts are new to the process, so that one who remembers has nothing to remember. An error is an answer, too.
+    """
+    case = replace(case, seed=case.seed + 1000 * next(CALLS))
+    turned = replace(case, seed=case.seed + 1, groups=case.groups[::-1], rewards=case.rewards[::-1], masked=case.masked[::-1])
+
+    def answer(asked: Any, about: Case, seed: int) -> dict[str, Tensor] | str:
+        rollout = about.rollout(operator.statistics)
+        try:
+            with alone(seed):
+                found = outputs(asked, rollout)
+        except Meddles:
+            raise
+        except Broken as error:
+            return str(error)
+        unchanged("rollout", about.rollout(operator.statistics), rollout)
+        return found
+
+    def agrees(expected: dict[str, Tensor] | str, got: dict[str, Tensor] | str, when: str) -> None:
+        if isinstance(expected, str) or isinstance(got, str):
+            if expected != got:
+                raise Broken(f"{when}, the same rollout gives {got} in place of {expected}")
+        else:
+            for name, x in expected.items():
+                if not identical(x, got[name]):
+                    raise Broken(f"{when}, {name} of the same rollout is {numbers(got[name])} in place of {numbers(x)}")
+
+    first = answer(operator, case, 0)
+    answer(operator, turned, 1)
+    with later():
+        agrees(first, answer(operator, case, 2), "called again")
+    another = type(operator)(**{name: getattr(operator, name) for name in type(operator).model_fields})
+    agrees(first, answer(another, case, 3), "of another instance with the same knobs")
+
+
+def garbage(operator: Any, case: Case) -> None:
+    """Where a number counts, NaN in its place must be seen: what hides it trains on garbage."""
+    rollout = case.rollout(operator.statistics)
+    token = case.token(rollout.mask)
+    if token is None:
+        return
+    row, t = token
+    before = outputs(operator, rollout)
+
+    def changed(x: Tensor, value: float) -> Tensor:
+        x = x.clone()
+        x[(row, t) if x.dim() == 2 else row] = value
+        return x
+
+    def shows(name: str, value: float) -> bool:
+        if name in rollout.stats:
+            other = rollout.replace(stats={**rollout.stats, name: changed(rollout.stats[name], value)})
+        else:
+            other = rollout.replace(**{name: changed(getattr(rollout, name), value)})
+        try:
+            found = outputs(operator, other)
+        except Broken:
+            return True
+        if math.isnan(value):
+            return not all(bool(x.isfinite().all()) for x in found.values())
+        return any(float((x - found[key]).abs().max()) > ROUNDING for key, x in before.items())
+
+    for name in (*NUMBERS, *rollout.stats):
+        if any(shows(name, change) for change in CHANGES) and not shows(name, math.nan):
+            where = f"{name}[{row}]" if name == "bootstrap" else f"{name}[{row}, {t}]"
+            raise Broken(
+                f"{where} counts, and where it is NaN what comes out is finite: garbage in must be NaN out, or an error"
+            )
+
+
+def dropped(operator: Any, case: Case) -> None:
+    """Responses that could not be judged stay in the batch with an empty mask."""
+    rollout = case.rollout(operator.statistics)
+    more = with_copy(rollout, 0)
+    empty = torch.arange(len(more.mask)) == len(rollout.mask)
+    assert more.bootstrap is not None
+    more = more.replace(
+        mask=more.mask & ~empty.unsqueeze(1), truncated=more.truncated & ~empty, bootstrap=more.bootstrap * ~empty
+    )
+    agree(operator, rollout, more, "with a dropped response added", back=lambda x: x[: len(rollout.mask)])
+
+
+def needs(operator: Any, case: Case) -> None:
+    """What a part does not ask for is not there in a run: no values without a critic, no statistic that nobody measures."""
+    rollout = case.rollout(operator.statistics)
+    absent: dict[str, Any] = {name: None for need, names in PROVIDED.items() if need not in operator.needs for name in names}
+    if not getattr(operator, "branches", 0):
+        absent |= {"starts": None, "branch_values": None}
+    kept = {*operator.statistics, "entropy", *(["value_disagreement"] if "disagreement" in operator.needs else [])}
+    absent |= {what: {name: x for name, x in getattr(rollout, what).items() if name in kept} for what in ("stats", "moments")}
+    when = (
+        f"without what its `needs` and `statistics` do not name ({', '.join(name for name, x in absent.items() if x is None)})"
+    )
+    try:
+        agree(operator, rollout, rollout.replace(**absent), when, tolerance=0.0)
+    except Malformed as error:
+        outputs(operator, rollout)
+        raise Broken(f"{when}, {error}") from error
 
 
 def short(operator: Any, case: None) -> None:
@@ -170,99 +267,30 @@ def short(operator: Any, case: None) -> None:
         whole = full(mask.shape[0], mask.shape[1], operator.statistics)
         rollout = whole.replace(mask=mask, rewards=whole.rewards * mask)
         try:
-            _form(operator, rollout)
+            well_formed(operator, rollout)
         except Broken as error:
-            raise Broken(f"with the mask {numbers(mask)}: {error}") from error
+            raise type(error)(f"with the mask {numbers(mask)}: {error}") from error
 
 
 def length(operator: Any, case: None) -> None:
     def make(tokens: int) -> Callable[[], None]:
         rollout = full(4, tokens, operator.statistics)
-        return lambda: _form(operator, rollout)
+        return lambda: well_formed(operator, rollout)
 
     for tokens in (1, 2, 65):
         make(tokens)()
     grows_linearly(make)
 
 
-def _with_moments(case: Case, operator: Any) -> Rollout:
+def with_moments(case: Case, operator: Any) -> Rollout:
     """As in any iteration but the first, where a batch's own moments stand in."""
     rollout = case.rollout(operator.statistics)
     return rollout.replace(moments={name: (0.5, 0.3) for name in rollout.stats})
 
 
-# --- of transports --------------------------------------------------------------------------------
-def causal(operator: Transport, case: Case) -> None:
-    rollout = _with_moments(case, operator)
-    token = case.token(rollout.mask)
-    if token is None:
-        return
-    row, t = token
-    rewards = rollout.rewards.clone()
-    rewards[row, t] += 1
-    before = outputs(operator, rollout)["advantages"]
-    after = outputs(operator, rollout.replace(rewards=rewards))["advantages"]
-    where = f"with 1 more reward at token {t} of response {row}"
-    same(f"advantages[{row}, {t + 1}:]", before[row, t + 1 :], after[row, t + 1 :], where, ROUNDING)
-    others = torch.arange(len(before)) != row
-    same("advantages of the other responses", before[others], after[others], where, ROUNDING)
-    if float((after - before)[row, t].abs()) < ROUNDING:
-        raise Broken(f"{where}, advantages[{row}, {t}] stays {float(before[row, t]):.4g}: a token's own reward does not count")
-
-
-def linear(operator: Transport, case: Case) -> None:
-    rollout = _with_moments(case, operator)
-    other = rollout.rewards.roll(1, 0).flip(1) + 0.5
-
-    def advantages(rewards: Tensor) -> Tensor:
-        return outputs(operator, rollout.replace(rewards=rewards))["advantages"]
-
-    nothing = advantages(torch.zeros_like(other))
-    parts = advantages(rollout.rewards) - nothing + 2 * (advantages(other) - nothing)
-    same("advantages", parts + nothing, advantages(rollout.rewards + 2 * other), "with two rewards added up", ROUNDING)
-
-
-def outcome(operator: Transport, case: None) -> None:
-    rollout = full(8, 6, operator.statistics)
-    rollout = rollout.replace(groups=torch.zeros_like(rollout.groups), mask=rollout.mask.clone())
-    rollout.mask[0, 3] = False  # a gap
-    rollout.mask[1, 4:] = False  # padding, and with it the reward that stood there
-    before = outputs(operator, rollout)["advantages"]
-    for row in range(len(before)):
-        last = int(rollout.mask[row].nonzero().max())
-        for change in CHANGES:
-            rewards = rollout.rewards.clone()
-            rewards[row, last] += change
-            if not torch.allclose(before, outputs(operator, rollout.replace(rewards=rewards))["advantages"], atol=1e-6):
-                break
-        else:
-            raise Broken(
-                f"whatever is added to the reward of the last token of response {row}, the advantages stay {numbers(before)}"
-            )
-
-
-def equal(operator: Transport, case: Case) -> None:
-    rollout = case.rollout(operator.statistics)
-    last = rollout.mask & (rollout.mask.flip(1).cumsum(1).flip(1) == 1)
-    alone = torch.arange(len(rollout.groups))
-    for changed, what in (
-        (rollout.replace(rewards=0.7 * last), "with the same reward for every response"),
-        (rollout.replace(groups=alone), "with every response in a group of its own"),
-    ):
-        found = outputs(operator, changed)["advantages"]
-        same("advantages", torch.zeros_like(found), found, what)
-
-
-def names(operator: Any, case: Case) -> None:
-    rollout = case.rollout(operator.statistics)
-    _agree(
-        operator, rollout, rollout.replace(groups=7 - 3 * rollout.groups), "with other numbers for the groups", tolerance=1e-6
-    )
-
-
 # --- of gates -------------------------------------------------------------------------------------
 def future(operator: Gate, case: Case) -> None:
-    rollout = _with_moments(case, operator)
+    rollout = with_moments(case, operator)
     token = case.token(rollout.mask)
     if token is None:
         return
@@ -287,65 +315,83 @@ def future(operator: Gate, case: Case) -> None:
             stats={name: changed(x, t + 1) for name, x in rollout.stats.items()},
         ),
         "the rewards": rollout.replace(rewards=changed(rollout.rewards, 0), bootstrap=rollout.bootstrap + 1),
-        "the number of later tokens": rollout.replace(mask=mask),
+        "the number of later tokens": rollout.replace(mask=mask, truncated=~rollout.truncated),
     }
     for what, other in unknown.items():
         after = outputs(operator, other)["gate"][row, : t + 1]
         same(f"gate[{row}, :{t + 1}]", before, after, f"with other values of {what}", ROUNDING)
 
 
+def measured(operator: Gate, case: None) -> None:
+    """`future` and `padding` again, with the gate's statistics measured in a forward of a random model."""
+    actor = random_actor()
+    config = actor.config
+    try:
+        for what in operator.statistics.values():
+            what.fits(config.num_hidden_layers, config.num_attention_heads)
+    except ValueError:
+        return  # it is for larger models
+    batch = Batch((3, 2, 4), (6, 5, 1), 0, 0)
+
+    def gates(since: int | None = None, left: int = 0) -> Tensor:
+        ids, seen, width = batch.tokens(left)
+        if since is not None:
+            ids[0, ids.shape[1] - width + since :] = 15 - ids[0, ids.shape[1] - width + since :]
+        try:
+            with torch.no_grad():
+                reading = Agent(actor, None)(ids, seen, width, statistics=operator.statistics)
+        except Exception as error:
+            raise Broken(f"measuring its statistics raised {type(error).__name__}: {error}") from error
+        mask = seen[:, -width:].bool()
+        stats = {**reading.stats, "entropy": reading.entropy}
+        moments = {name: (0.5, 0.3) for name in stats}
+        numbers = torch.zeros(mask.shape)
+        rollout = Rollout(
+            ids, seen, mask, numbers, torch.arange(len(ids)), ~mask[:, 0], reading.logprobs, reading.logprobs, numbers,
+            numbers[:, 0], stats=stats, moments=moments,
+        )  # fmt: skip
+        return outputs(operator, rollout)["gate"]
+
+    plain = gates()
+    for t in range(plain.shape[1]):
+        after = gates(since=t)[0, : t + 1]
+        same(f"gate[0, :{t + 1}]", plain[0, : t + 1], after, f"with other tokens from {t} on", ROUNDING)
+    same("gate", plain, gates(left=3), "with 3 more positions of padding before the prompts", ROUNDING)
+
+
 # --- the lists ------------------------------------------------------------------------------------
 BOTH = [
-    Property("form", "[B, T], finite, 0 where masked; value targets where values are needed; gates in [0, 1]", form),
-    Property("noise", "whatever stands at masked positions, NaN too, changes no bit", noise),
-    Property("gap", "a response with a gap equals the one without it", gap, waivable=True),
-    Property("padding", "neither the amount nor the side of padding matters", padding, waivable=True),
-    Property("order", "the order of the responses does not matter", order, waivable=True),
-    Property("precision", "float32 agrees with float64, and so do bf16 inputs", precision),
     Property(
         "determinism",
         "the same rollout gives the same, is not written into, and no global generator is drawn from",
         determinism,
+        cases=0.5,
     ),
+    Property("form", "[B, T], finite, 0 where masked; value targets where values are needed; gates in [0, 1]", form),
+    Property("needs", "what its `needs` and `statistics` do not name, it can do without", needs, cases=0.25),
+    Property("noise", "whatever stands at masked positions, NaN too, changes no bit", noise),
+    Property("garbage", "NaN where a number counts gives NaN, or an error", garbage, cases=0.25),
+    Property("gap", "a response with a gap equals the one without it", gap, waivable=True),
+    Property("padding", "neither the amount nor the side of padding matters", padding, waivable=True),
+    Property("order", "the order of the responses does not matter", order, waivable=True),
+    Property("dropped", "a response without trainable tokens is as if it were not there", dropped, waivable=True),
+    Property("precision", "float32 agrees with float64, and so do bf16 inputs; nothing is computed in less", precision),
     Property("short", "one-token and empty responses, and batches of nothing else", short, cases=0),
     Property("length", "1 to 16,384 tokens in O(B*T) memory", length, cases=0),
-]
-
-TRANSPORT = [
-    *BOTH,
-    Property("outcome", "the reward of the last token reaches an advantage", outcome, cases=0, waivable=True),
-    Property("groups", "the numbers of the groups are only names", names),
-    Property(
-        "equal",
-        "in a group of one or of equal rewards every advantage is exactly 0",
-        equal,
-        waivable=True,
-        excused=lambda operator: "" if "groups" in operator.needs else "it does not need groups",
-    ),
-    Property(
-        "causal",
-        "A_t depends on the reward at t, and on no reward before t or of another response",
-        causal,
-        claimed="group baselines and whitening read rewards of other responses, outcome methods those of earlier tokens",
-    ),
-    Property(
-        "linear",
-        "advantages are linear in the reward, beyond what they are without any",
-        linear,
-        claimed="dividing by a deviation is not linear",
-    ),
-    Property(
-        "split",
-        "groups taken by themselves, each as wide as it needs, get the same",
-        split,
-        claimed="whitening reads the whole batch; a transport always gets it whole",
-    ),
 ]
 
 GATE = [
     *BOTH,
     Property(
         "future", "a gate does not depend on the reward, nor on tokens from t on or how many follow", future, waivable=True
+    ),
+    Property(
+        "measured",
+        "what it measures in a forward knows no token from t on, and nothing of padding",
+        measured,
+        cases=0,
+        waivable=True,
+        excused=lambda gate: f"it waives `future`: {gate.waives['future']}" if "future" in gate.waives else "",
     ),
     Property(
         "split",

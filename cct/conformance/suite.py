@@ -10,7 +10,7 @@ from cct.geometry import Geometry
 from cct.registry import Component
 from cct.transport import Gate, Transport
 
-from . import cases, critics, evidences, geometries, operators
+from . import cases, critics, evidences, geometries, operators, transports
 from .base import Property, Verdict, judge
 
 EXAMPLES = 60
@@ -18,7 +18,7 @@ EXAMPLES = 60
 SLOW = 3
 
 SUITES: dict[type[Component], tuple[list[Property], Any, Any, int]] = {
-    Transport: (operators.TRANSPORT, cases.cases, operators.show, 1),
+    Transport: (transports.TRANSPORT, cases.cases, operators.show, 1),
     Gate: (operators.GATE, cases.cases, operators.show, 1),
     Geometry: (geometries.GEOMETRY, cases.cases, geometries.show, 1),
     Critic: (critics.CRITIC, critics.cases, critics.show, SLOW),
@@ -38,11 +38,11 @@ def properties(operator: Component) -> list[Property]:
     return _suite(operator)[0]
 
 
-def check(operator: Component, *, examples: int = EXAMPLES, only: str = "") -> list[Verdict]:
+def check(operator: Component, *, examples: int = EXAMPLES, only: str = "", shrink: bool = True) -> list[Verdict]:
     """A verdict on each property, or on the one named; the same every time.
 
-    examples: inputs that each property is tried on; a third of it for critics and evidence. Raises ValueError where the
-    operator is of another axis or Hypothesis is not installed.
+    examples: inputs that each property is tried on; a third of it for critics and evidence. shrink: look for the smallest
+    failing case. Raises ValueError where the operator is of another axis or Hypothesis is not installed.
     """
     found, strategy, show, slow = _suite(operator)
-    return judge(operator, found, strategy(), max(1, examples // slow), lambda case: show(operator, case), only)
+    return judge(operator, found, strategy(), max(1, examples // slow), lambda case: show(operator, case), only, shrink)

@@ -174,8 +174,7 @@ def _estimate(
         rollout, _ = estimator.greedy(sampler, rollout, rows, iteration)
     if recipe.transport.branches:
         rollout, _ = estimator.branch(sampler, rollout, rows, iteration)
-    if estimator.reads:
-        rollout, _ = estimator.read(rollout, iteration)
+    rollout, _ = estimator.read(rollout, iteration)
     credit, seen = estimator.credit(rollout, iteration)
     return credit, rollout, rollout_metrics(rollout, seen, credit, rollout.scores, recipe.geometry)
 

@@ -73,7 +73,7 @@ class Estimator:
         mask = attention_mask[:, left:].bool() & torch.tensor([row.keep for row in rows]).unsqueeze(1)
         device = self.agent.actor.device
         sampled = rollout_logprobs.to(device)
-        rollout = Rollout(
+        return Rollout(
             input_ids.to(device),
             attention_mask.to(device),
             mask.to(device),
@@ -85,9 +85,6 @@ class Estimator:
             moments=dict(self.moments),
             seed=derive_seed(self.recipe.seed, "transport", iteration),
         )
-        with blamed_on("engine", iteration):
-            check(f"engine '{self.recipe.generation.use}' (log-probabilities)", rollout.logprobs, rollout.mask)
-        return rollout
 
     def greedy(
         self, sampler: Sampler, rollout: Rollout, rows: Sequence[Row], iteration: int
@@ -125,12 +122,13 @@ class Estimator:
     def read(self, rollout: Rollout, iteration: int, plan: Plan | None = None) -> tuple[Rollout, list[Trace]]:
         """The behaviour forward: log-probabilities, values, statistics, and the traces that the critic learns from.
 
-        plan: for each process, the rows of each of its forwards.
+        plan: for each process, the rows of each of its forwards. Where no part reads it, the rollout stays as it is.
         """
-        with blamed_on("policy", iteration):
-            read, traces = self._forward(rollout, plan)
-            self._check(read)
-        return read, traces
+        traces: list[Trace] = []
+        if self.reads:
+            rollout, traces = self._forward(rollout, plan)
+        self._check(rollout, iteration)
+        return rollout, traces
 
     @torch.no_grad()
     def _forward(self, rollout: Rollout, plan: Plan | None) -> tuple[Rollout, list[Trace]]:
@@ -164,19 +162,27 @@ class Estimator:
             read = read.replace(values=values[:, :-1], bootstrap=cut)
         return read, [reading.trace for reading in readings if reading.trace is not None]
 
-    def _check(self, rollout: Rollout) -> None:
-        """Raises HandoverError naming who gave NaN or infinity, before a transport makes something of it."""
+    def _check(self, rollout: Rollout, iteration: int) -> None:
+        """Names who gave NaN or infinity, before a transport makes something of it."""
         mask, recipe = rollout.mask, self.recipe
-        check("policy (log-probabilities)", rollout.logprobs, mask)
-        check("policy (entropy)", rollout.stats["entropy"], mask)
-        for name, what in recipe.transport.statistics.items():
-            check(f"statistic '{name}' ({type(what).__name__})", rollout.stats[name], mask)
-        if rollout.reference_logprobs is not None:
-            check("reference policy (log-probabilities)", rollout.reference_logprobs, mask)
-        if recipe.critic is not None and rollout.values is not None:
-            check(recipe.critic, rollout.values, mask, output="values")
-            if rollout.bootstrap is not None:
-                check(recipe.critic, rollout.bootstrap, rollout.valid, output="value after the last token")
+        policy = "policy" if self.reads else f"policy, by engine '{recipe.generation.use}'"
+        given = {
+            f"{policy} (log-probabilities)": rollout.logprobs,
+            f"engine '{recipe.generation.use}' (log-probabilities)": rollout.rollout_logprobs,
+            "policy (entropy)": rollout.stats.get("entropy"),
+            "reference policy (log-probabilities)": rollout.reference_logprobs,
+        }
+        given |= {
+            f"statistic '{name}' ({type(x).__name__})": rollout.stats[name] for name, x in recipe.transport.statistics.items()
+        }
+        with blamed_on("policy", iteration):
+            for part, numbers in given.items():
+                if numbers is not None:
+                    check(part, numbers, mask)
+            if recipe.critic is not None and rollout.values is not None:
+                check(recipe.critic, rollout.values, mask, output="values")
+                if rollout.bootstrap is not None:
+                    check(recipe.critic, rollout.bootstrap, rollout.valid, output="value after the last token")
 
     def charge_kl(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
         """Each token pays its KL to the reference policy, with `geometry.kl_in_reward`; and the mean of what was estimated."""
@@ -201,6 +207,8 @@ class Estimator:
             _of_one_kind(other, rollout, recipe.critic.use)
             assert other.values is not None
             check(name, other.values, rollout.mask)
+            if other.bootstrap is not None:
+                check(name, other.bootstrap, rollout.valid)
         return self._transport(other, iteration), other
 
     def _transport(self, rollout: Rollout, iteration: int) -> Credit:

@@ -84,11 +84,10 @@ class Loop(Updates):
         sampler.engine.rest()
 
         # What the policy and the critic make of it.
-        traces: list[Trace] = []
         plan, *plans = forward_plans([rollout, *self.past], training, ranks.world)
         if estimator.reads:
             clock.begin("behaviour")
-            rollout, traces = estimator.read(rollout, iteration, plan)
+        rollout, traces = estimator.read(rollout, iteration, plan)
         scores = rollout.scores  # of the evidence alone
         rollout, cost = estimator.charge_kl(rollout)
         metrics |= cost

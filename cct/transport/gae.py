@@ -79,6 +79,10 @@ class LambdaTrace(CriticTrace):
     """Discount of the value target: the advantage's own, or none. A critic of ungated returns that bootstraps through a
     discount below 1 makes every TD error about -(1 - g) V too small."""
 
+    @property
+    def waives(self) -> dict[str, str]:
+        return super().waives | ({"targets": "target: ungated has no discount"} if self.target == "ungated" else {})
+
     def _gae(
         self, rollout: Rollout, gamma: float | Tensor, lam: float | Tensor, lam_value: float | Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -118,7 +122,7 @@ class CompGAE(LambdaTrace):
 
     @property
     def waives(self) -> dict[str, str]:
-        inherited = {name: why for name, why in self.gate.waives.items() if name in ("gap", "padding", "order")}
+        inherited = {name: why for name, why in self.gate.waives.items() if name in ("gap", "padding", "order", "dropped")}
         return {name: f"gate '{self.gate.use}': {why}" for name, why in inherited.items()} | super().waives
 
     def __call__(self, rollout: Rollout) -> Credit:

@@ -33,6 +33,10 @@ class MonteCarlo(_Discounted):
     def needs(self) -> frozenset[str]:
         return frozenset({"values"} if self.baseline else ())
 
+    @property
+    def waives(self) -> dict[str, str]:
+        return super().waives | {"bootstrap": "a Monte-Carlo return ends where the response was cut"}
+
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import gated_gae
 

@@ -32,7 +32,7 @@ def match_mean_log(gate: Tensor, mask: Tensor, gamma: float) -> Tensor:
     gate: [B, T] in (0, 1]. A gate of ones everywhere cannot be matched and becomes gamma.
     """
     mean = geometric_mean(gate, mask)
-    return gate.clamp(min=1e-12) ** (math.log(gamma) / math.log(mean)) if mean < 1 else torch.full_like(gate, gamma)
+    return torch.full_like(gate, gamma) if mean >= 1 else gate.clamp(min=1e-12) ** (math.log(gamma) / math.log(mean))
 
 
 @operator

@@ -121,7 +121,7 @@ def _group_varies(scores: Tensor, valid: Tensor, index: Tensor, n_groups: int) -
     """[groups] whether valid scores differ by more than rounding, which divided by its own size would be an advantage."""
     low = scores.new_full((n_groups,), float("inf")).scatter_reduce_(0, index, scores.where(valid, float("inf")), "amin")
     high = scores.new_full((n_groups,), -float("inf")).scatter_reduce_(0, index, scores.where(valid, -float("inf")), "amax")
-    return high - low > ROUNDING * torch.finfo(scores.dtype).eps * torch.maximum(low.abs(), high.abs())
+    return ~(high - low <= ROUNDING * torch.finfo(scores.dtype).eps * torch.maximum(low.abs(), high.abs()))  # NaN varies
 
 
 def _deviation(x: Tensor, valid: Tensor, ddof: int) -> Tensor:
@@ -185,7 +185,7 @@ def pass_at_k_advantage(scores: Tensor, groups: Tensor, *, k: int, valid: Tensor
         best = _choose(range(n), k - 1, n, k, like=ordered)  # P(the j-th smallest is the best of S)
         mean = (best * ordered).sum()
         variance = (best * (ordered - mean).square()).sum()
-        if not bool(variance.sqrt() > ROUNDING * torch.finfo(scores.dtype).eps * ordered.abs().max()):
+        if bool(variance.sqrt() <= ROUNDING * torch.finfo(scores.dtype).eps * ordered.abs().max()):
             continue
         below = _choose(range(n), k - 1, n - 1, k - 1, like=ordered)  # P(i, the j-th smallest, is the best | i in S)
         # P(the m-th smallest is the best | i in S), the same for every i below it.
@@ -222,7 +222,7 @@ def lead_advantage(
             continue
         best, place = scores[rows].topk(2)
         lead = best[0] - best[1]
-        if bool(lead > ROUNDING * torch.finfo(scores.dtype).eps * best.abs().max()):
+        if not bool(lead <= ROUNDING * torch.finfo(scores.dtype).eps * best.abs().max()):
             deviation = _deviation(scores[rows], torch.ones_like(rows, dtype=torch.bool), ddof) + eps if std else 1.0
             result[rows[place[0]]] = lead / deviation
     return result
@@ -276,7 +276,7 @@ def entropy_weighted_advantage(
         return x.new_zeros(n_groups * width).index_add_(0, cell.flatten(), x.flatten())[cell]
 
     mean = over_responses(entropy) / over_responses(counted.to(entropy.dtype)).clamp(min=1)
-    weight = torch.where(counted & (mean > 0), entropy / mean.clamp(min=torch.finfo(entropy.dtype).tiny), 1.0)
+    weight = torch.where(counted & ~(mean <= 0), entropy / mean.clamp(min=torch.finfo(entropy.dtype).tiny), 1.0)
     shaped = (scores.unsqueeze(1) * ((1 - share) + share * weight)).masked_fill(~mask, 0.0)
     tokens = per_group(mask.sum(1).to(scores.dtype))
     centred = (shaped - (per_group(shaped.sum(1)) / tokens.clamp(min=1))[index].unsqueeze(1)).masked_fill(~mask, 0.0)

@@ -29,9 +29,9 @@ def masked_mean_std(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 @operator
 def varies(x: Tensor, mask: Tensor, std: Tensor) -> bool:
-    """Whether unmasked entries differ by more than rounding."""
+    """Whether unmasked entries differ by more than rounding; NaN does."""
     largest = x.masked_fill(~mask, 0.0).abs().amax() if x.numel() else x.new_zeros(())
-    return bool(std > ROUNDING * torch.finfo(x.dtype).eps * largest)
+    return not bool(std <= ROUNDING * torch.finfo(x.dtype).eps * largest)
 
 
 @torch.no_grad()
@@ -104,9 +104,20 @@ def previous_step(x: Tensor, mask: Tensor, first: float) -> Tensor:
     return torch.where(before >= 0, x.gather(1, before.clamp(min=0)), torch.full_like(x, first))
 
 
+def ordered(x: Tensor, mask: Tensor) -> Tensor:
+    """x. Raises ValueError where an unmasked entry is NaN, which has no place in an order and would vanish in it."""
+    if bool((mask & x.isnan()).any()):
+        raise ValueError("a number by which tokens are chosen is NaN")
+    return x
+
+
 @operator
 def largest_share(x: Tensor, mask: Tensor, share: float) -> Tensor:
-    """The ceil(share * n) largest of each response's n unmasked entries, [B, T] bool; of equal ones the earlier."""
+    """The ceil(share * n) largest of each response's n unmasked entries, [B, T] bool; of equal ones the earlier.
+
+    Raises ValueError where one is NaN.
+    """
+    x = ordered(x, mask)
     order = x.masked_fill(~mask, -math.inf).sort(dim=1, descending=True, stable=True).indices
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(x.shape[1], device=x.device).expand_as(order))
     return mask & (rank < (share * mask.sum(1, keepdim=True) - 1e-6).ceil())
@@ -119,9 +130,10 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
 
     entropy: [B, T]. mask: bool [B, T]. The quantile interpolates linearly, so that of n distinct entropies
     n - ceil((1 - fraction) (n - 1)) are kept, at least one; ties at the threshold are all kept.
+    Raises ValueError where one is NaN.
     Source: Wang et al. 2025, arXiv 2506.01939 (20%); the threshold is that of TRL's `get_high_entropy_mask`.
     """
-    found = entropy[mask].sort().values
+    found = ordered(entropy, mask)[mask].sort().values
     if not len(found):
         return mask
     # A token at or above an interpolated quantile is at or above the next entropy. Rounded, or 0.3 * 10 would exceed 3.

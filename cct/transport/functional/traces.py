@@ -362,6 +362,6 @@ def redistribute(rewards: Tensor, weights: Tensor, mask: Tensor, beta: float) ->
     rewards, weights = rewards.masked_fill(~mask, 0.0), weights.masked_fill(~mask, 0.0)
     total = weights.sum(1, keepdim=True)
     weights = torch.where(
-        total > 0, weights / total.clamp(min=torch.finfo(weights.dtype).tiny), mask / mask.sum(1, True).clamp(min=1)
+        total <= 0, mask / mask.sum(1, True).clamp(min=1), weights / total.clamp(min=torch.finfo(weights.dtype).tiny)
     )
     return (1 - beta) * rewards + beta * weights * rewards.sum(1, keepdim=True)
