@@ -495,7 +495,6 @@ def test_explained_variance_within_groups_by_hand():
     assert within(values + T([3], [3], [3], [-1], [-1])) == pytest.approx(0.6)  # a prompt's level counts neither way
     assert within(T([0.5] * 3, [0.5] * 3, [0] * 3, [1] * 3, [1] * 3)) == pytest.approx(0.0)  # knows the prompt alone
     assert within(returns) == 1.0
-    assert within(values, returns=T([0.1], [0.1], [7], [0.3], [0.3]).expand(5, 3)) == 0.0  # rounding is no variance
     assert within(values, groups=torch.arange(5)) == 0.0  # no two responses to a prompt
     assert within(values, groups=torch.tensor([7, 7, 7, 9, 9])) != pytest.approx(0.6)
 
@@ -505,3 +504,10 @@ def test_explained_variance_within_groups_by_hand():
 def test_returns_that_do_not_vary_explain_nothing(value, count):
     values = torch.rand(1, count, generator=torch.Generator().manual_seed(0))
     assert explained_variance(values, torch.full((1, count), value), torch.ones(1, count, dtype=torch.bool)) == 0.0
+
+
+def test_rounding_of_a_group_s_mean_is_no_variance_within_groups():
+    groups = torch.arange(20) // 2
+    returns = (0.1 + groups / 7).unsqueeze(1).expand(20, 11)
+    values = torch.rand(20, 11, generator=torch.Generator().manual_seed(0))
+    assert explained_variance_within(values, returns, torch.ones(20, 11, dtype=torch.bool), groups) == 0.0
