@@ -340,10 +340,7 @@ compare: [[one, two]]
         ),
         *(
             "arms: &a {one: *a}",
-            "base: r.yaml",
-            "base: /dev/zero",
             "arms: {'../x': {}}",
-            "common: {base: base.yaml}",
             "threads: yes",
         ),
     ],

@@ -215,8 +215,10 @@ def _recipe(study: Study, source: Source, path: Path, cell: Cell) -> Recipe:
     for layer in written:
         layer.data = {key: value for key, value in layer.data.items() if key != "base"}
         recipe = with_bases(layer, path).lay_over(recipe)
-    training = recipe.data.get("training")
-    threads = training.get("threads") if isinstance(training, Mapping) else None
+    training = recipe.data.get("training") or {}
+    if not isinstance(training, Mapping):
+        raise RecipeError(f"training must be a mapping; found {shortened(repr(training), 80)}")
+    threads = training.get("threads")
     if threads not in (None, study.threads):
         raise RecipeError(f"training.threads is {threads}, and threads of the study {study.threads}; set the study's alone")
     own = {"name": cell.name, "seed": cell.seed, "training": {"threads": study.threads}}
