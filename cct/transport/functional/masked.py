@@ -104,6 +104,7 @@ def previous_step(x: Tensor, mask: Tensor, first: float) -> Tensor:
     return torch.where(before >= 0, x.gather(1, before.clamp(min=0)), torch.full_like(x, first))
 
 
+@operator
 def ordered(x: Tensor, mask: Tensor) -> Tensor:
     """x. Raises ValueError where an unmasked entry is NaN, which has no place in an order and would vanish in it."""
     if bool((mask & x.isnan()).any()):

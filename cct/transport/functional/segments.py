@@ -10,7 +10,7 @@ from torch import Tensor
 from cct.tensors import operator
 
 from .groups import Scale, group_advantage
-from .masked import at_least_float32, next_step, ordered, previous_step
+from .masked import next_step, ordered, previous_step
 from .traces import Steps, scan
 
 
@@ -98,7 +98,7 @@ def gigpo_advantage(
     Source: GiGPO, Feng et al. 2025.
     """
     scale: Scale = "group" if std else "none"
-    rewards = at_least_float32(rewards).masked_fill(~mask, 0.0)
+    rewards = rewards.masked_fill(~mask, 0.0)
     starts = turn_starts(mask)
     onwards = scan(rewards, torch.ones_like(rewards).masked_fill(turn_ends(mask), gamma))
     row, column = starts.nonzero(as_tuple=True)
