@@ -141,6 +141,8 @@ def with_bases(source: Source, path: Path, above: tuple[Path, ...] = ()) -> Sour
         data["plugins"] = [_absolute_plugin(entry, path.parent) for entry in data["plugins"]]
     if isinstance(data.get("evidence"), list):  # so are files with code of evidence
         data["evidence"] = [_absolute_python(entry, path.parent) for entry in data["evidence"]]
+    if isinstance(data.get("callbacks"), list):
+        data["callbacks"] = [_absolute_callback(entry, path.parent) for entry in data["callbacks"]]
     base, own = data.pop("base", None), Source(data, source.marks)
     if base is None:
         return own
@@ -171,6 +173,14 @@ def _absolute_plugin(entry: Any, folder: Path) -> Any:
 def _absolute_python(entry: Any, folder: Path) -> Any:
     if isinstance(entry, dict) and entry.get("use") == "python" and isinstance(entry.get("path"), str):
         entry = {**entry, "path": os.path.realpath(folder / entry["path"])}
+    return entry
+
+
+def _absolute_callback(entry: Any, folder: Path) -> Any:
+    use = entry.get("use") if isinstance(entry, dict) else None
+    if isinstance(use, str) and ".py:" in use:
+        path, _, name = use.rpartition(":")
+        entry = {**entry, "use": f"{os.path.realpath(folder / path)}:{name}"}
     return entry
 
 

@@ -168,6 +168,16 @@ class Logging(Knobs):
         return {} if self.rollouts == "auto" else {"rollouts_mb": f"rollouts: {self.rollouts} has no limit"}
 
 
+class LightningCallback(Knobs):
+    """A Lightning callback, of your own or of Lightning's. What it monitors is any metric of metrics.jsonl."""
+
+    use: str = Field(pattern=r"^(.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$", max_length=1000)
+    """Its class: `lightning.pytorch.callbacks.EarlyStopping`, or `./mine.py:Mine` in a file, relative to the recipe that
+    names it."""
+    arguments: dict[str, Any] = {}
+    """What the class is called with, by keyword."""
+
+
 class Recipe(Knobs):
     """A whole training run."""
 
@@ -194,6 +204,8 @@ class Recipe(Knobs):
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
+    callbacks: list[LightningCallback] = []
+    """Lightning callbacks, called in this order: early stopping, keeping the best checkpoint, your own."""
 
     @property
     def parts(self) -> dict[str, Component]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 
 from lightning import Callback, Trainer
@@ -20,7 +21,8 @@ from rich.table import Table
 from cct.evidence import close_workers
 from cct.files import LOCK, SUMS, WriteError, damage, remove, write_text
 from cct.loading import dump_recipe
-from cct.recipe import Recipe, RecipeError
+from cct.recipe import LightningCallback, Recipe, RecipeError
+from cct.registry import run_file, told
 from cct.signals import Ending, answered
 from cct.terminal import say
 
@@ -36,14 +38,21 @@ from .sampler import Sampler
 from .strategies import OneFile, strategy_of
 
 
-def start(recipe: Recipe, root: Path, *, console: Console, into: Path | None = None, profile: bool = False) -> Path | None:
-    """Train into a new folder under `root`, or into the folder `into`; returned, None on other processes than the first.
+def start(
+    recipe: Recipe,
+    root: Path,
+    *,
+    console: Console,
+    into: Path | None = None,
+    profile: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Path:
+    """Train into a new folder under `root`, or into the folder `into`; returned on every process.
 
     However it ends: a folder in which nothing was found out is not left behind. Raises WriteError where there can be none.
     """
     if not is_first():
-        train(recipe, None, console=console, profile=profile)
-        return None
+        return train(recipe, None, console=console, profile=profile, callbacks=callbacks)
     if into is not None and into.is_dir() and any(into.iterdir()):
         raise RecipeError(f"{into}: something is there already; name a new folder, or go on with --resume")
     folder = into or new_folder(root, recipe.name)
@@ -51,7 +60,7 @@ def start(recipe: Recipe, root: Path, *, console: Console, into: Path | None = N
         if any(path.name != LOCK for path in folder.iterdir()):  # another run was faster
             raise RecipeError(f"{folder}: something is there already; name a new folder, or go on with --resume")
         try:
-            train(recipe, folder, console=console, profile=profile)
+            train(recipe, folder, console=console, profile=profile, callbacks=callbacks)
         except BaseException as error:  # an interrupt too
             if not has_begun(folder):
                 remove(folder)
@@ -67,15 +76,23 @@ def is_first() -> bool:
 
 
 def train(
-    recipe: Recipe, folder: Path | None, *, console: Console, checkpoint: Path | None = None, profile: bool = False
-) -> None:
+    recipe: Recipe,
+    folder: Path | None,
+    *,
+    console: Console,
+    checkpoint: Path | None = None,
+    profile: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Path:
     """Train into `folder` (None on other processes than the first), from `checkpoint` where given; print the closing table.
 
-    profile: also print where the time went, and write a trace of one iteration.
+    profile: also print where the time went, and write a trace of one iteration. callbacks: Lightning's, besides the recipe's.
+    Returns the folder, on every process.
     Raises TrainingStopped on NaN or failing evidence; checkpoints taken so far stay.
     """
     quiet()
     started, ending = time.perf_counter(), Ending(folder is not None)
+    callbacks = [*map(made, recipe.callbacks), *callbacks]
     if folder is not None:
         if checkpoint is None:  # or it is written when an iteration is done
             write_text(folder / "recipe.yaml", dump_recipe(recipe))
@@ -97,9 +114,8 @@ def train(
         if profiler is not None:
             loop.before_update = lambda minibatches: profiler.before_update(agent, loop.iteration, minibatches)
         resumed = int(checkpoint.stem) if checkpoint else None
-        callbacks: list[Callback] = [] if profiler is None else [profiler]
-        callbacks.append(Recorder(recipe, folder, tokenizer, display, ending, profiler, resumed))
-        trainer = _trainer(recipe, folder, resumed or 0, callbacks)
+        recorder = Recorder(recipe, folder, tokenizer, display, ending, profiler, resumed)
+        trainer = _trainer(recipe, folder, resumed or 0, [*([profiler] if profiler else []), recorder, *callbacks])
         try:
             with answered(ending):
                 trainer.fit(loop, ckpt_path=checkpoint, weights_only=True)
@@ -123,6 +139,20 @@ def train(
                 _say_how_to_go_on(recipe, folder, display.say)
     if folder is not None:
         console.print(closing_table(folder, time.perf_counter() - started))
+    return recorder.folder
+
+
+def made(callback: LightningCallback) -> Callback:
+    """The callback that a recipe asks for. Raises RecipeError where there is no such class, or it cannot be made."""
+    place = f"callbacks: {callback.use}"
+    where, _, name = callback.use.rpartition(":" if ".py:" in callback.use else ".")
+    try:
+        cls = getattr(run_file(Path(where)) if where.endswith(".py") else import_module(where), name)
+        if not (isinstance(cls, type) and issubclass(cls, Callback)):
+            raise TypeError("it is no class of a lightning.pytorch.Callback")
+        return cls(**callback.arguments)
+    except (Exception, SystemExit) as error:
+        raise RecipeError(f"{place}: {told(error)}") from error
 
 
 def _trainer(recipe: Recipe, folder: Path | None, first: int, callbacks: list[Callback]) -> Trainer:
@@ -156,7 +186,15 @@ def _say_how_to_go_on(recipe: Recipe, folder: Path, say: Callable[[str], None]) 
         )
 
 
-def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, console: Console, profile: bool = False) -> None:
+def resume(
+    folder: Path,
+    recipe: Recipe | None,
+    overrides: Sequence[str],
+    *,
+    console: Console,
+    profile: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> None:
     """Go on from the newest checkpoint of a run that can be read, under its own recipe or a given one.
 
     Events after the checkpoint are dropped from the logs: they are made again. A run that was cut between its last
@@ -170,7 +208,8 @@ def resume(folder: Path, recipe: Recipe | None, overrides: Sequence[str], *, con
             for line in (*skipped, *(f"resuming with {change}" for change in changed)):
                 console.print(line, soft_wrap=True)
         if int(checkpoint.stem) < recipe.training.iterations:
-            train(recipe, folder if is_first() else None, console=console, checkpoint=checkpoint, profile=profile)
+            options = {"checkpoint": checkpoint, "profile": profile, "callbacks": callbacks}
+            train(recipe, folder if is_first() else None, console=console, **options)  # type: ignore[arg-type]
         elif is_first():
             export(folder, folder / "policy", trust=True)
             console.print(f"{folder}: all iterations were done; wrote policy/")
