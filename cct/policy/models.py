@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Policy, Shape, policies
+from .base import Policy, Shape, end_tokens, policies
+from .folders import end_of_turn, must_be_a_model, must_be_plain, must_be_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -148,6 +149,7 @@ class Pretrained(Policy):
                 raise ValueError(f"policy.path: {self.path} does not exist; a name on a hub begins with none of / . ~")
         folder, file = (str(Path(path).parent), Path(path).name) if path.endswith(".gguf") else (path, self.gguf_file)
         if file is None:
+            must_be_a_model(path)
             return {"pretrained_model_name_or_path": path, "revision": self.revision}
         if Path(folder).is_dir() and not (Path(folder) / file).is_file():
             there = ", ".join(sorted(p.name for p in Path(folder).glob("*.gguf"))) or "none"
@@ -179,9 +181,9 @@ class Pretrained(Policy):
     def _from(self, loader: Any, **options: Any) -> Any:
         source = self.source()
         try:
-            return loader.from_pretrained(**source, **options)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(" :")
+            return loader.from_pretrained(**source, trust_remote_code=False, **options)
+        except Exception as error:  # of many kinds: a folder may hold anything
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" :")
             raise ValueError(
                 f"policy.path: cannot load '{self.path}': {reason} (a path is a folder that holds config.json, a tokenizer and "
                 "weights, a GGUF file, package:NAME/FILE, or a name on a hub that can be reached)"
@@ -209,24 +211,45 @@ class Pretrained(Policy):
         from transformers import AutoModelForCausalLM
 
         from .attention import tappable
-        from .base import end_tokens
 
-        tokenizer = self.tokenizer(alphabet=alphabet)
-        model = self._from(AutoModelForCausalLM, dtype=self.dtype)
-        if getattr(model, "hf_quantizer", None) is not None and "gguf_file" in self.source():
+        tokenizer, unpacked = self.tokenizer(alphabet=alphabet), "gguf_file" in self.source()
+        if not unpacked:
+            must_be_plain(self.path, self.config(alphabet=alphabet))
+        model, loading = self._from(AutoModelForCausalLM, dtype=self.dtype, output_loading_info=True)
+        must_be_whole(self.path, model, loading)
+        if getattr(model, "hf_quantizer", None) is not None and unpacked:
             model.hf_quantizer = None  # its weights are unpacked, and would not be saved beside it
             del model.config.quantization_config
-        if not end_tokens(model, tokenizer):
-            raise ValueError(f"policy.path: neither tokenizer nor generation configuration of '{self.path}' names an end token")
-        if tokenizer.eos_token_id is None:
-            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_tokens(model, tokenizer)[0])
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token  # masks, not ids, say what padding is
+        self._end(model, tokenizer)
         self.encode(tokenizer, "?")  # a template that takes no system message says so now
         return tappable(model), tokenizer
 
+    def _end(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Let model and tokenizer know what ends a response, the chat template's end of a turn included, and what pads.
+
+        Raises ValueError where nothing that the model can emit ends one.
+        """
+        from transformers import GenerationConfig
+
+        if model.generation_config.eos_token_id is None:
+            model.generation_config.eos_token_id = GenerationConfig.from_model_config(model.config).eos_token_id
+        turn = end_of_turn(tokenizer, self.chat_options) if self._templated(tokenizer) else None
+        room = model.get_input_embeddings().num_embeddings
+        ends = [token for token in dict.fromkeys([*end_tokens(model, tokenizer), turn]) if token is not None and token < room]
+        if not ends:
+            raise ValueError(f"policy.path: neither tokenizer nor generation configuration of '{self.path}' names an end token")
+        model.generation_config.eos_token_id = ends
+        if tokenizer.eos_token_id != ends[0]:
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+        if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= room:
+            tokenizer.pad_token = tokenizer.eos_token  # masks, not ids, say what padding is
+
+    def _templated(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether prompts go through the chat template."""
+        return self.chat != "never" and tokenizer.chat_template is not None
+
     def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        if self.chat == "never" or tokenizer.chat_template is None:
+        if not self._templated(tokenizer):
             return super().encode(tokenizer, text)
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self.chat_options}

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import logging
 import pickle
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cct.loading import load_recipe
-from cct.policy.weights import add_lora, save
-from cct.recipe import RecipeError
+from cct.policy import Policy, end_tokens, policies
+from cct.policy.weights import add_lora, save, shapes
+from cct.preflight import said
+from cct.recipe import Recipe, RecipeError
 
 from .folder import checkpoints, must_be_run
 
 ACTOR = "agent.actor."
+WHOLE = 2**30  # bytes of weights that a rehearsal writes and reads whole: a second or two
 
 
-def export(run: Path, folder: Path, iteration: int | None = None) -> Path:
+def export(run: Path, folder: Path, iteration: int | None = None, dtype: str | None = None) -> Path:
     """Write the policy that `run` had after an iteration (default: its newest checkpoint); returns the checkpoint.
 
-    Adapters are merged, weights that DeepSpeed split are put together. Raises RecipeError where there is no such
-    checkpoint, or something stands in `folder`.
+    Adapters are merged, weights that DeepSpeed split are put together. dtype: of the written weights, float32, bfloat16 or
+    float16; None keeps the one that they were trained in. Raises RecipeError where there is no such checkpoint, something
+    stands in `folder`, or a weight is beyond float16's range.
     """
     quiet()
     checkpoint = checkpoint_of(run, iteration)
@@ -36,9 +42,55 @@ def export(run: Path, folder: Path, iteration: int | None = None) -> Path:
         add_lora(actor, **recipe.policy.lora.model_dump())
     actor.load_state_dict(actor_weights(checkpoint))
     unfinished = folder.with_name(f".{folder.name}")
-    save(actor, tokenizer, unfinished)
+    try:
+        save(actor, tokenizer, unfinished, dtype=getattr(torch, dtype) if dtype else None)
+    except ValueError as error:
+        raise RecipeError(f"{folder}: {error}") from error
     unfinished.rename(folder)  # whole or not at all
     return checkpoint
+
+
+def rehearse(recipe: Recipe, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Export the policy as it will be after training, into a temporary folder inside `folder`, and load it back.
+
+    Of more than 1 GiB of weights, which take as long to write as to train on for a while, one column each is written: what
+    can fail depends on names, on what is tied and on what stands beside them. Raises RecipeError where a run would end
+    without its policy.
+    """
+    whole = sum(weight.nbytes for weight in actor.state_dict().values()) <= WHOLE
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as place:
+        try:
+            save(actor, tokenizer, Path(place), columns=None if whole else 1)
+            policy = _of_folder(recipe.policy, Path(place).resolve())
+            if whole:
+                again, its = policy.load(alphabet="", seed=0)
+            else:
+                its = policy.tokenizer(alphabet="")
+                with torch.device("meta"):
+                    again = AutoModelForCausalLM.from_config(policy.config(alphabet=""))
+            _must_be_the_same(recipe, actor, tokenizer, again, its)
+        except Exception as error:  # of whatever kind: parts of it are the user's own
+            raise RecipeError(f"policy: the trained policy could not be exported: {said(error)}") from error
+
+
+def _of_folder(policy: Policy, folder: Path) -> Policy:
+    """An exported policy, its prompts written as in training."""
+    of_it: dict[str, Any] = {"path": str(folder), "dtype": "auto"}
+    if not isinstance(policy, policies["pretrained"]):
+        return policies["pretrained"](**of_it)
+    return policy.model_copy(update=of_it | {"revision": None, "gguf_file": None, "lora": None, "warm_start": None})
+
+
+def _must_be_the_same(recipe: Recipe, actor: Any, tokenizer: Any, again: Any, its: Any) -> None:
+    """Raises ValueError where an exported policy that was loaded is another one."""
+    expected, found = shapes(actor), shapes(again)
+    if different := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
+        raise ValueError(f"{type(actor).__name__} comes back as {type(again).__name__}, with another {different[0]}")
+    if (ends := end_tokens(again, its)) != end_tokens(actor, tokenizer):
+        raise ValueError(f"it would end a response at {ends}, and training does at {end_tokens(actor, tokenizer)}")
+    text = recipe.prompts(1, 1)[0].text
+    if recipe.policy.encode(its, text) != recipe.policy.encode(tokenizer, text):
+        raise ValueError(f"its tokenizer reads the prompt {text[:60]!r} as other tokens")
 
 
 def checkpoint_of(run: Path, iteration: int | None = None) -> Path:

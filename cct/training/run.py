@@ -22,7 +22,7 @@ from cct.recipe import Recipe, RecipeError
 from .building import build
 from .callbacks import Display, JsonLinesLogger, Recorder
 from .collect import Collector
-from .export import export, newest_readable, quiet
+from .export import export, newest_readable, quiet, rehearse
 from .folder import checkpoints, has_begun, must_be_trained, new_folder, read_metrics, to_resume, write_whole
 from .module import CreditModule, RolloutData
 from .pass_at_k import evaluate_sampled
@@ -82,6 +82,8 @@ def train(
         console = Console(quiet=True)
     with Display(recipe, console) as display:
         agent, tokenizer, reference = build(recipe, display.warm_start, display.say)
+        if folder is not None:
+            rehearse(recipe, agent.actor, tokenizer, folder)
         collector = Collector(recipe, agent, tokenizer, reference)
         profiler = Profile(folder, console, recipe.training.precision == "bf16") if profile else None
 

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from cct.policy import WARM_START_SEED, Policy, WarmStart
 from cct.policy.attention import tappable
+from cct.policy.weights import save
+from cct.rollout import derive_seed
 from cct.task import Task
 
 
@@ -70,7 +72,7 @@ def warm_start(
             _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
             unfinished = Path(tempfile.mkdtemp(dir=entry.parent))
             try:
-                model.save_pretrained(unfinished)
+                save(model, tokenizer, unfinished)
                 unfinished.rename(entry)
             except OSError as error:  # a full disk
                 shutil.rmtree(unfinished)
@@ -80,6 +82,12 @@ def warm_start(
 
 
 def _supervise(model, tokenizer, policy: Policy, task: Task, knobs: WarmStart, seed: int, report) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "warm start"))  # of a model's dropout
+        _steps(model, tokenizer, policy, task, knobs, seed, report)
+
+
+def _steps(model, tokenizer, policy: Policy, task: Task, knobs: WarmStart, seed: int, report) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=knobs.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
 
     def pace(step: int) -> float:
