@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SHOWN = 3  # missing weights named in an error
+GENERATION = "generation_config.json"
 
 
 def must_be_a_model(path: str) -> None:
@@ -43,6 +45,38 @@ def must_be_whole(path: str, model: PreTrainedModel, loading: dict[str, Any]) ->
             f"policy.path: the weights in '{path}' are not whole: {', '.join(missing[:SHOWN])}{more} missing"
             + ("; where the head is the embedding, config.json says tie_word_embeddings: true" if head else "")
         )
+
+
+def stored_ends(path: str, revision: str | None = None) -> list[int]:
+    """The end tokens that generation_config.json names; none where it names none or is not there. Nothing else of it is read.
+
+    path: a folder, or a name on a hub. Raises ValueError where it cannot be read.
+    """
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        path,
+        GENERATION,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if found is None:
+        return []
+    try:
+        return token_list(json.loads(Path(found).read_text(encoding="utf-8"))["eos_token_id"])
+    except KeyError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"policy.path: {GENERATION} of '{path}' cannot be read: {error}") from error
+
+
+def token_list(named: Any) -> list[int]:
+    """Token ids, of which configurations name one, several or none. Raises ValueError for anything else."""
+    tokens = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(token) is int for token in tokens):
+        raise ValueError(f"eos_token_id is {named!r}; expected a token id, or a list of them")
+    return tokens
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> int | None:

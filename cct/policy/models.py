@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Policy, Shape, end_tokens, policies
-from .folders import end_of_turn, must_be_a_model, must_be_plain, must_be_whole
+from .base import Policy, Shape, policies
+from .folders import end_of_turn, must_be_a_model, must_be_plain, must_be_whole, stored_ends, token_list
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -208,14 +208,15 @@ class Pretrained(Policy):
         return tokenizer
 
     def load(self, *, alphabet: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         from .attention import tappable
 
         tokenizer, unpacked = self.tokenizer(alphabet=alphabet), "gguf_file" in self.source()
         if not unpacked:
             must_be_plain(self.path, self.config(alphabet=alphabet))
-        model, loading = self._from(AutoModelForCausalLM, dtype=self.dtype, output_loading_info=True)
+        own = GenerationConfig()  # in place of the folder's, of which `_end` takes the end tokens
+        model, loading = self._from(AutoModelForCausalLM, dtype=self.dtype, generation_config=own, output_loading_info=True)
         must_be_whole(self.path, model, loading)
         if getattr(model, "hf_quantizer", None) is not None and unpacked:
             model.hf_quantizer = None  # its weights are unpacked, and would not be saved beside it
@@ -229,13 +230,14 @@ class Pretrained(Policy):
 
         Raises ValueError where nothing that the model can emit ends one.
         """
-        from transformers import GenerationConfig
-
-        if model.generation_config.eos_token_id is None:
-            model.generation_config.eos_token_id = GenerationConfig.from_model_config(model.config).eos_token_id
+        source, config = self.source(), model.config
+        named = stored_ends(source["pretrained_model_name_or_path"], self.revision)
+        for part in (config, config.get_text_config()):
+            named = named or token_list(getattr(part, "eos_token_id", None))
         turn = end_of_turn(tokenizer, self.chat_options) if self._templated(tokenizer) else None
         room = model.get_input_embeddings().num_embeddings
-        ends = [token for token in dict.fromkeys([*end_tokens(model, tokenizer), turn]) if token is not None and token < room]
+        every = dict.fromkeys([tokenizer.eos_token_id, *named, turn])
+        ends = [token for token in every if token is not None and 0 <= token < min(room, len(tokenizer))]
         if not ends:
             raise ValueError(f"policy.path: neither tokenizer nor generation configuration of '{self.path}' names an end token")
         model.generation_config.eos_token_id = ends

@@ -155,11 +155,11 @@ def exported_generation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 
     A penalty or temperature of the folder that training began with was no part of the policy that was trained.
     """
-    ends, own = list(end_tokens(model, tokenizer)), model.generation_config
+    ends = list(end_tokens(model, tokenizer))
     return GenerationConfig(
         eos_token_id=ends if len(ends) > 1 else ends[0],
         pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=own.bos_token_id if own is not None else None,
+        bos_token_id=tokenizer.bos_token_id,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cct.loading import load_recipe
 from cct.policy import Policy, end_tokens, policies
@@ -22,7 +22,7 @@ from cct.recipe import Recipe, RecipeError
 from .folder import checkpoints, must_be_run
 
 ACTOR = "agent.actor."
-WHOLE = 2**30  # bytes of weights that a rehearsal writes and reads whole: a second or two
+WHOLE = 2**30  # bytes of weights that a rehearsal writes and reads back whole, in a second or two
 
 
 def export(run: Path, folder: Path, iteration: int | None = None, dtype: str | None = None) -> Path:
@@ -50,14 +50,16 @@ def export(run: Path, folder: Path, iteration: int | None = None, dtype: str | N
     return checkpoint
 
 
-def rehearse(recipe: Recipe, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def rehearse(
+    recipe: Recipe, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, most: int = WHOLE
+) -> None:
     """Export the policy as it will be after training, into a temporary folder inside `folder`, and load it back.
 
-    Of more than 1 GiB of weights, which take as long to write as to train on for a while, one column each is written: what
-    can fail depends on names, on what is tied and on what stands beside them. Raises RecipeError where a run would end
-    without its policy.
+    Of more than `most` bytes of weights one column each is written: what can fail depends on their names, on which are tied
+    and on what stands beside them, and a large model takes minutes to write. Raises RecipeError where a run would end without
+    its policy.
     """
-    whole = sum(weight.nbytes for weight in actor.state_dict().values()) <= WHOLE
+    whole = sum(weight.nbytes for weight in actor.state_dict().values()) <= most
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as place:
         try:
             save(actor, tokenizer, Path(place), columns=None if whole else 1)
@@ -68,6 +70,7 @@ def rehearse(recipe: Recipe, actor: PreTrainedModel, tokenizer: PreTrainedTokeni
                 its = policy.tokenizer(alphabet="")
                 with torch.device("meta"):
                     again = AutoModelForCausalLM.from_config(policy.config(alphabet=""))
+            again.generation_config = GenerationConfig.from_pretrained(place)  # as others will read it
             _must_be_the_same(recipe, actor, tokenizer, again, its)
         except Exception as error:  # of whatever kind: parts of it are the user's own
             raise RecipeError(f"policy: the trained policy could not be exported: {said(error)}") from error
