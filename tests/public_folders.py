@@ -150,7 +150,7 @@ def tokenizer_of(
 
 
 def write_public(folder: Path, name: str, **changes: Any) -> Path:
-    """The folder of one family. changes: of its generation configuration."""
+    """The folder of one family. changes: of its configuration."""
     public = PUBLIC[name]
 
     def ids(value: Any) -> Any:
@@ -158,15 +158,16 @@ def write_public(folder: Path, name: str, **changes: Any) -> Path:
             return [ids(each) for each in value]
         return public.special.index(value) if value in public.special else value
 
-    vocabulary = len(public.special) + len(CHARACTERS) + 7  # more than the tokenizer knows, as Qwen's
-    end = ids(public.tokenizer["eos_token"])
-    model = tiny_model(
-        public.family, vocab_size=vocabulary, eos_token_id=end, pad_token_id=None, bos_token_id=None, **public.config
-    )
+    config = {
+        "vocab_size": len(public.special) + len(CHARACTERS) + 7,  # more than the tokenizer knows, as Qwen's
+        "eos_token_id": ids(public.tokenizer["eos_token"]),
+        "pad_token_id": None,
+        "bos_token_id": None,
+    }
+    model = tiny_model(public.family, **(config | public.config | changes))
     model.save_pretrained(folder)
-    tokenizer_of(public.special, starts=public.starts, chat_template=public.template, **public.tokenizer).save_pretrained(
-        folder
-    )
-    stored = {key: ids(value) for key, value in public.generation.items()} | changes
+    tokenizer = tokenizer_of(public.special, starts=public.starts, chat_template=public.template, **public.tokenizer)
+    tokenizer.save_pretrained(folder)
+    stored = {key: ids(value) for key, value in public.generation.items()}
     (folder / "generation_config.json").write_text(json.dumps(stored))
     return folder

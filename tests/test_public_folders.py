@@ -10,9 +10,9 @@ import torch
 from public_folders import PUBLIC, tokenizer_of, write_public
 from rich.console import Console
 from safetensors.torch import load_file
-from test_models import SMALL_RUN, make_folder, make_tokenizer
+from test_models import NAMES, SMALL_RUN, make_folder, make_tokenizer
 from test_training import tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
 
 from cct.loading import load_recipe
 from cct.policy import end_tokens, policies
@@ -24,6 +24,7 @@ from cct.training.building import build
 from cct.training.export import export, rehearse
 from cct.training.folder import new_folder, read_metrics
 from cct.training.run import start, train
+from cct.training.stopped import TrainingStopped
 
 PROMPTS = ["1+2=", "what is 3-1?", "7"] * 2
 
@@ -520,6 +521,38 @@ def test_an_end_token_beyond_the_embedding_ends_nothing(tmp_path):
     make_folder(tmp_path, tokenizer=tokenizer)
     actor, its = must_work(tmp_path)
     assert end_tokens(actor, its) == (2,) and its.eos_token == "</s>"
+
+
+def test_a_prompt_with_a_token_that_the_model_does_not_know_stops_the_run_before_it_begins(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["+" * 3])
+    make_folder(tmp_path / "model", tokenizer=tokenizer)
+    task = tmp_path / "problems.jsonl"
+    task.write_text('{"prompt": "1+++", "answer": "2"}\n')
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "1+1", "answer": "2"}\n')
+    policy = f"policy={{use: pretrained, path: {tmp_path / 'model'}}}"
+    recipe = load_recipe("recipes/grpo.yaml", [policy, f"task={{use: jsonl, path: {task}, held_out_path: {held_out}}}"])
+    with pytest.raises(TrainingStopped, match=r"'1\+\+\+' has the token '\+\+\+' \(48\), and the model knows tokens up to 47"):
+        build(recipe)
+
+
+def test_a_multimodal_model_reads_text(tmp_path):
+    """As Gemma 3 from 4B on: the language model's sizes stand in text_config."""
+    text = {"vocab_size": len(NAMES), "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4, "max_position_embeddings": 64}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    config = Gemma3Config(text_config=text | heads, vision_config=vision, mm_tokens_per_image=4, eos_token_id=[2, 4])
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    actor, tokenizer = must_work(tmp_path / "model")
+    assert end_tokens(actor, tokenizer) == (2, 4)
+    policy = f"policy={{use: pretrained, path: {tmp_path / 'model'}}}"
+    recipe = load_recipe("recipes/compo.yaml", [policy, *SMALL_RUN, "training.minibatch_size=4"])
+    folder = new_folder(tmp_path, "run")
+    train(recipe, folder, console=Console(file=io.StringIO()))
+    assert read_metrics(folder)[-1]["actor/gradient_norm"] > 0
 
 
 def test_a_tokenizer_that_pads_on_the_right(tmp_path):

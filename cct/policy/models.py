@@ -235,7 +235,7 @@ class Pretrained(Policy):
         for part in (config, config.get_text_config()):
             named = named or token_list(getattr(part, "eos_token_id", None))
         turn = end_of_turn(tokenizer, self.chat_options) if self._templated(tokenizer) else None
-        room = model.get_input_embeddings().num_embeddings
+        room = config.get_text_config().vocab_size
         every = dict.fromkeys([tokenizer.eos_token_id, *named, turn])
         ends = [token for token in every if token is not None and 0 <= token < min(room, len(tokenizer))]
         if not ends:

@@ -105,13 +105,22 @@ def respond(
 
 
 def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
-    """Token ids of the prompts. Raises TrainingStopped where the model has no positions for one and its response."""
+    """Token ids of the prompts.
+
+    Raises TrainingStopped where the model has no positions for one and its response, or no embedding for one of its tokens.
+    """
     tokens = [tuple(recipe.policy.encode(tokenizer, prompt.text)) for prompt in prompts]
-    positions = getattr(actor.config.get_text_config(), "max_position_embeddings", None)
+    config = actor.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
     room = recipe.generation.max_new_tokens
     for prompt, ids in zip(prompts, tokens, strict=True):
         if not ids:
             raise TrainingStopped(f"the prompt {prompt.text[:60]!r} has no tokens; leave it out of the task")
+        if max(ids) >= config.vocab_size:
+            raise TrainingStopped(
+                f"the prompt {prompt.text[:60]!r} has the token {tokenizer.decode([max(ids)])!r} ({max(ids)}), and the model "
+                f"knows tokens up to {config.vocab_size - 1}. Leave it out of the task, or use the model's own tokenizer"
+            )
         if positions is not None and len(ids) + room > positions:
             raise TrainingStopped(
                 f"the prompt {prompt.text[:60]!r} has {len(ids)} tokens; with generation.max_new_tokens ({room}) that is more "
