@@ -97,7 +97,8 @@ def test_a_llama_with_its_own_head_and_without(tied, tmp_path):
 
 def test_a_folder_whose_generation_configuration_asks_for_penalties_samples_from_the_policy_and_nothing_else(tmp_path):
     """As of Qwen2.5: repetition_penalty, temperature, top_p and top_k stand in generation_config.json."""
-    policy = policies["pretrained"](path=str(write_public(tmp_path, "qwen2.5", hidden_size=128, initializer_range=0.1)))
+    write_public(tmp_path, "qwen2.5", hidden_size=128, head_dim=32, initializer_range=0.1)
+    policy = policies["pretrained"](path=str(tmp_path))
     actor, tokenizer = policy.load(alphabet="", seed=0)
     prompt = policy.encode(tokenizer, "1+2=")
     with opened(actor, tokenizer, KNOBS.model_copy(update={"max_length": 96})) as engine:
