@@ -91,7 +91,7 @@ class TransformersEngine(Engine):
         self.model = actor
         if is_split(actor):
             whole = cast(PreTrainedModel, type(actor)(actor.config))
-            self.model = whole.to(actor.device, actor.dtype)  # type: ignore[call-overload]
+            self.model = whole.to(device=actor.device, dtype=actor.dtype)  # type: ignore[call-arg]
             self.sync()
 
     def sync(self) -> dict[str, float]:

@@ -22,12 +22,13 @@ from cct.recipe import Recipe, RecipeError
 from .building import build
 from .callbacks import Display, JsonLinesLogger, Recorder
 from .collect import Collector
-from .export import export, newest_readable, quiet, rehearse
+from .export import export, newest_readable, quiet
 from .folder import checkpoints, has_begun, must_be_trained, new_folder, read_metrics, to_resume, write_whole
 from .module import CreditModule, RolloutData
 from .pass_at_k import evaluate_sampled
 from .profile import Profile
 from .ranks import Ranks
+from .rehearsal import rehearse
 from .rows import evaluate, evaluate_frozen
 from .strategies import strategy_of
 

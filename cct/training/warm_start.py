@@ -74,7 +74,7 @@ def warm_start(
             try:
                 save(model, tokenizer, unfinished)
                 unfinished.rename(entry)
-            except OSError as error:  # a full disk
+            except Exception as error:  # a full disk, or a model that cannot be saved, which the run says before it begins
                 shutil.rmtree(unfinished)
                 say(f"warm start: not kept in {entry.parent} ({error})")
                 return model.eval(), tokenizer
