@@ -250,6 +250,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run", type=Path)
     export.add_argument("folder", type=Path, help="made; must not hold anything")
     export.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the newest)")
+    export.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the written weights (default: the one they were trained in, policy.dtype)",
+    )
     add_trust(export)
     return parser
 
@@ -522,7 +527,9 @@ def _export(arguments: argparse.Namespace) -> int:
     must_be_run(arguments.run)
     from cct.training.export import export
 
-    checkpoint = export(arguments.run, arguments.folder, arguments.iteration, trust=arguments.trust_plugins)
+    checkpoint = export(
+        arguments.run, arguments.folder, arguments.iteration, dtype=arguments.dtype, trust=arguments.trust_plugins
+    )
     say(f"wrote {arguments.folder} from {checkpoint}")
     return 0
 

@@ -30,6 +30,8 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -43,6 +45,7 @@ settings.load_profile("cct")
 
 MODELS = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     # Positions are learnt, so that a model shifted by padding is another one; rotary ones only know distances.
     "opt": (OPTConfig, OPTForCausalLM, {"ffn_dim": 40, "word_embed_proj_dim": 32, "init_std": 0.3, "num_key_value_heads": 4}),

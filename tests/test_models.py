@@ -164,7 +164,7 @@ def test_a_gguf_file_by_its_path_or_by_name_in_a_folder(gguf_folder):
         with torch.no_grad():
             torch.testing.assert_close(model(input_ids=IDS).logits, saved(input_ids=IDS).logits, atol=1e-4, rtol=1e-4)
         assert policy.config(alphabet="").num_hidden_layers == 3
-        assert tokenizer.chat_template == TEMPLATE and end_tokens(model, tokenizer) == (2,)
+        assert tokenizer.chat_template == TEMPLATE and end_tokens(model, tokenizer) == (2, 4)
         assert tokenizer.pad_token_id is not None
 
 

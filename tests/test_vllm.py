@@ -5,8 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from public_folders import write_public
 from test_training import run, tiny
 
+from cct.policy import policies
 from cct.policy.generation import VLLM
 from cct.policy.sampling import EngineError, VLLMEngine
 from cct.policy.weights import add_lora, named_weights
@@ -91,6 +93,20 @@ def test_a_llama_with_its_own_head_and_without(tied, tmp_path):
             nudge(actor, update)
             engine.sync()
             assert greatest_gap(engine, actor) < 1e-4
+
+
+def test_a_folder_whose_generation_configuration_asks_for_penalties_samples_from_the_policy_and_nothing_else(tmp_path):
+    """As of Qwen2.5: repetition_penalty, temperature, top_p and top_k stand in generation_config.json."""
+    write_public(tmp_path, "qwen2.5", hidden_size=128, head_dim=32, initializer_range=0.1)
+    policy = policies["pretrained"](path=str(tmp_path))
+    actor, tokenizer = policy.load(alphabet="", seed=0)
+    prompt = policy.encode(tokenizer, "1+2=")
+    with opened(actor, tokenizer, KNOBS.model_copy(update={"max_length": 96})) as engine:
+        assert greatest_gap(engine, actor) < 1e-5
+        (greedy,) = engine.generate([prompt], None)
+    with torch.no_grad():
+        likeliest = actor(torch.tensor([[*prompt, *greedy.tokens]])).logits[0, len(prompt) - 1 : -1].argmax(-1)
+    assert list(greedy.tokens) == likeliest.tolist()
 
 
 def test_a_renewal_that_leaves_the_tied_head_stale_stops_the_run():

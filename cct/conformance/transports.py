@@ -86,7 +86,7 @@ def names(operator: Any, case: Case) -> None:
 
 
 def better(operator: Transport, case: Case) -> None:
-    """Of two responses that differ in one reward only, no token up to it gets less in the better one. Whitening keeps that order."""
+    """Of two responses that differ in one reward only, no token up to it gets less in the better one. Whitening keeps it."""
     rollout = case.rollout(operator.statistics)
     token = case.token(rollout.mask)
     if token is None:

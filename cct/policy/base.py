@@ -42,7 +42,8 @@ class LoRA(Knobs):
     alpha: int = Field(32, ge=1, le=4096)
     """The adapters' output is scaled by alpha / rank."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers that get adapters: all but the output layer, or those of these names."""
+    """Linear layers that get adapters: all but the output layer, or those of these names. A head or an embedding whose
+    weight is tied to the other's is refused."""
 
 
 class Shape(NamedTuple):
@@ -117,7 +118,14 @@ class Policy(Component):
                 f"policy '{self.use}': the prompt is a list of messages, and there is no chat template to write it by; take a "
                 "chat model and leave `chat` at auto, or make a text of the row with task.template"
             )
-        return tokenizer(text)["input_ids"]
+        return encode_prompt(tokenizer, text)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text with what the tokenizer puts in front (a start token), without what it puts behind (an end token)."""
+    whole, bare = (tokenizer(text or "0", add_special_tokens=special)["input_ids"] for special in (True, False))
+    start = next(place for place in range(len(whole) + 1) if whole[place : place + len(bare)] == bare)
+    return whole[:start] + (bare if text else [])
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

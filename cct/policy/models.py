@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from cct.registry import install
 
 from .base import Policy, Shape, policies
+from .folders import end_of_turn, must_be_a_model, must_be_plain, must_be_whole, stored_ends, token_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -157,6 +158,7 @@ class Pretrained(Policy):
                 raise ValueError(f"policy.path: {self.path} does not exist; a name on a hub begins with none of / . ~")
         folder, file = (str(Path(path).parent), Path(path).name) if path.endswith(".gguf") else (path, self.gguf_file)
         if file is None:
+            must_be_a_model(path)
             return {"pretrained_model_name_or_path": path, "revision": self.revision}
         if Path(folder).is_dir() and not (Path(folder) / file).is_file():
             there = ", ".join(sorted(p.name for p in Path(folder).glob("*.gguf"))) or "none"
@@ -186,9 +188,9 @@ class Pretrained(Policy):
     def _from(self, loader: Any, **options: Any) -> Any:
         source = self.source()
         try:
-            return loader.from_pretrained(**source, **options)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0].rstrip(" :")
+            return loader.from_pretrained(**source, trust_remote_code=False, **options)
+        except Exception as error:  # of many kinds: a folder may hold anything
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" :")
             raise ValueError(
                 f"policy.path: cannot load '{self.path}': {reason} (a path is a folder that holds config.json, a tokenizer and "
                 "weights, a GGUF file, package:NAME/FILE, or a name on a hub that can be reached)"
@@ -213,24 +215,43 @@ class Pretrained(Policy):
         return tokenizer
 
     def load(self, *, alphabet: str, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         from .attention import tappable
-        from .base import end_tokens
 
-        tokenizer = self.tokenizer(alphabet=alphabet)
-        model = self._from(AutoModelForCausalLM, dtype=self.dtype)
-        if getattr(model, "hf_quantizer", None) is not None and "gguf_file" in self.source():
+        tokenizer, unpacked = self.tokenizer(alphabet=alphabet), "gguf_file" in self.source()
+        if not unpacked:
+            must_be_plain(self.path, self.config(alphabet=alphabet))
+        own = GenerationConfig()  # in place of the folder's, of which `_end` takes the end tokens
+        model, loading = self._from(AutoModelForCausalLM, dtype=self.dtype, generation_config=own, output_loading_info=True)
+        must_be_whole(self.path, model, loading)
+        if getattr(model, "hf_quantizer", None) is not None and unpacked:
             model.hf_quantizer = None  # its weights are unpacked, and would not be saved beside it
             del model.config.quantization_config
-        if not end_tokens(model, tokenizer):
-            raise ValueError(f"policy.path: neither tokenizer nor generation configuration of '{self.path}' names an end token")
-        if tokenizer.eos_token_id is None:
-            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end_tokens(model, tokenizer)[0])
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token  # masks, not ids, say what padding is
+        self._end(model, tokenizer)
         self._written(tokenizer, "?")  # a template that takes no system message says so now
         return tappable(model), tokenizer
+
+    def _end(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Let model and tokenizer know what ends a response, the chat template's end of a turn included, and what pads.
+
+        Raises ValueError where nothing that the model can emit ends one.
+        """
+        source, config = self.source(), model.config
+        named = stored_ends(source["pretrained_model_name_or_path"], self.revision)
+        for part in (config, config.get_text_config()):
+            named = named or token_list(getattr(part, "eos_token_id", None))
+        turn = end_of_turn(tokenizer, self.chat_options) if self._templated(tokenizer) else None
+        room = config.get_text_config().vocab_size
+        every = dict.fromkeys([tokenizer.eos_token_id, *named, turn])
+        ends = [token for token in every if token is not None and 0 <= token < min(room, len(tokenizer))]
+        if not ends:
+            raise ValueError(f"policy.path: neither tokenizer nor generation configuration of '{self.path}' names an end token")
+        model.generation_config.eos_token_id = ends
+        if tokenizer.eos_token_id != ends[0]:
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+        if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= room:
+            tokenizer.pad_token = tokenizer.eos_token  # masks, not ids, say what padding is
 
     @property
     def takes_messages(self) -> bool:
@@ -251,9 +272,13 @@ class Pretrained(Policy):
             raise ValueError(f"policy.response_prefix: a prompt ends in {end!r}, not in {self.response_prefix!r}")
         return ids
 
+    def _templated(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Whether prompts go through the chat template."""
+        return self.chat != "never" and tokenizer.chat_template is not None
+
     def _written(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message]) -> str | None:
         """A prompt as the chat template writes it; None where none is used. Raises ValueError where it refuses the prompt."""
-        if self.chat == "never" or tokenizer.chat_template is None:
+        if not self._templated(tokenizer):
             return None
         messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
         if self.system is not None and messages[0]["role"] != "system":

@@ -24,7 +24,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from .base import end_tokens
-from .weights import is_split, logprobs_of, named_weights
+from .weights import generating_by, is_split, logprobs_of, named_weights
 
 if TYPE_CHECKING:
     from .generation import VLLM, Generation
@@ -90,7 +90,8 @@ class TransformersEngine(Engine):
         super().__init__(knobs, actor, tokenizer)
         self.model = actor
         if is_split(actor):
-            self.model = cast(PreTrainedModel, type(actor)(actor.config)).to(device=actor.device)  # type: ignore[call-arg]
+            whole = cast(PreTrainedModel, type(actor)(actor.config))
+            self.model = whole.to(device=actor.device, dtype=actor.dtype)  # type: ignore[call-arg]
             self.sync()
 
     def sync(self) -> dict[str, float]:
@@ -119,19 +120,18 @@ class TransformersEngine(Engine):
         input_ids, attention_mask = self._padded(prompts)
         width = input_ids.shape[1]
         sampler = _Sampler(knobs, torch.tensor(seeds, device=device)) if seeds is not None else None
-        output: Tensor = self.model.generate(  # type: ignore[operator]
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=self._read(prompts),
-            generation_config=GenerationConfig(
-                max_new_tokens=max(limits),
-                eos_token_id=self.ends,
-                pad_token_id=self.tokenizer.pad_token_id,
-                do_sample=False,
-            ),
-            logits_processor=LogitsProcessorList([sampler] if sampler else []),
-            stopping_criteria=StoppingCriteriaList([self._stopped(width)] if knobs.stop else []),
-        )[:, width:]
+        config = GenerationConfig(
+            max_new_tokens=max(limits), eos_token_id=self.ends, pad_token_id=self.tokenizer.pad_token_id, do_sample=False
+        )
+        with generating_by(self.model, GenerationConfig()):  # which knows nothing that `config` does not say
+            output: Tensor = self.model.generate(  # type: ignore[operator]
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                past_key_values=self._read(prompts),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([sampler] if sampler else []),
+                stopping_criteria=StoppingCriteriaList([self._stopped(width)] if knobs.stop else []),
+            )[:, width:]
         logprobs = torch.stack(sampler.logprobs, 1).tolist() if sampler else [[]] * len(prompts)
         rows = zip(output.tolist(), logprobs, limits, strict=True)
         return [self._completion(tokens[:most], logs[:most]) for tokens, logs, most in rows]
@@ -343,7 +343,7 @@ class VLLMEngine(Engine):
 
     def weights(self):
         """What goes over. Both names of a tied head must: vLLM repacks the head on a CPU, and keeps the old one otherwise."""
-        return named_weights(self.actor)
+        return named_weights(self.actor, getattr(torch, self.dtype))
 
     def _probe(self) -> float:
         """Mean absolute difference between trainer's and engine's log-probabilities of fixed random sequences."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -53,11 +54,12 @@ def build(
             raise RecipeError(f"critic: {said(error)}") from error
     reference = None
     if recipe.needs("reference"):
-        reference = type(actor)(actor.config)
-        reference.load_state_dict(actor.state_dict())
-        reference.requires_grad_(False).eval()
+        reference = copy.deepcopy(actor).requires_grad_(False).eval()
     if recipe.policy.lora:
-        add_lora(actor, **recipe.policy.lora.model_dump())
+        try:
+            add_lora(actor, **recipe.policy.lora.model_dump(), seed=derive_seed(recipe.seed, "lora"))
+        except ValueError as error:
+            raise RecipeError(f"policy.lora.{error}") from error
     if training.gradient_checkpointing:
         actor.gradient_checkpointing_enable({"use_reentrant": False})
     bf16 = training.precision == "bf16"

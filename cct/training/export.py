@@ -25,11 +25,12 @@ ACTOR = "agent.actor."
 ONLY_TENSORS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
-def export(run: Path, folder: Path, iteration: int | None = None, *, trust: bool = False) -> Path:
+def export(run: Path, folder: Path, iteration: int | None = None, *, dtype: str | None = None, trust: bool = False) -> Path:
     """Write the policy that `run` had after an iteration (default: its newest checkpoint); returns the checkpoint.
 
-    Adapters are merged, weights that DeepSpeed split are put together. trust: run plug-ins without a recorded SHA-256. Raises
-    RecipeError where there is no such checkpoint, or something stands in `folder`.
+    Adapters are merged, weights that DeepSpeed split are put together. dtype: of the written weights, float32, bfloat16 or
+    float16; None keeps the one that they were trained in. trust: run plug-ins without a recorded SHA-256. Raises RecipeError
+    where there is no such checkpoint, something stands in `folder`, or a weight is beyond float16's range.
     """
     quiet()
     checkpoint = checkpoint_of(run, iteration)
@@ -40,8 +41,11 @@ def export(run: Path, folder: Path, iteration: int | None = None, *, trust: bool
     if recipe.policy.lora:
         add_lora(actor, **recipe.policy.lora.model_dump())
     actor.load_state_dict(actor_weights(checkpoint))
-    with whole(folder) as unfinished:
-        save(actor, tokenizer, unfinished)
+    try:
+        with whole(folder) as unfinished:
+            save(actor, tokenizer, unfinished, dtype=getattr(torch, dtype) if dtype else None)
+    except ValueError as error:
+        raise RecipeError(f"{folder}: {error}") from error
     return checkpoint
 
 

@@ -23,13 +23,23 @@ def positions_of(actor: PreTrainedModel) -> int | None:
 
 
 def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
-    """Token ids of the prompts. Raises TrainingStopped where there is no room for one and its response."""
+    """Token ids of the prompts.
+
+    Raises TrainingStopped where there is no room for one and its response, or the model has no embedding for a token of one.
+    """
     try:
         lengths = measured(recipe, tokenizer, positions_of(actor), prompts)
     except ValueError as error:
         raise TrainingStopped(str(error)) from error
     if lengths.too_long:
         raise TrainingStopped(lengths.problem)
+    known = actor.config.get_text_config().vocab_size
+    for prompt, ids in zip(prompts, lengths.tokens, strict=True):
+        if max(ids) >= known:
+            raise TrainingStopped(
+                f"the prompt {prompt.text[:60]!r} has the token {tokenizer.decode([max(ids)])!r} ({max(ids)}), and the model "
+                f"knows tokens up to {known - 1}. Leave it out of the task, or use the model's own tokenizer"
+            )
     return lengths.tokens
 
 

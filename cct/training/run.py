@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cct.evidence import close_workers
-from cct.files import LOCK, SUMS, WriteError, damage, remove, write_text
+from cct.files import LOCK, SUMS, WriteError, damage, remove, write_text, writing
 from cct.loading import dump_recipe
 from cct.recipe import LightningCallback, Recipe, RecipeError
 from cct.registry import run_file, told
@@ -33,6 +33,7 @@ from .export import export, newest_readable, quiet
 from .folder import checkpoints, has_begun, load_run, must_be_trained, new_folder, only_run, read_metrics, to_resume
 from .loop import Loop
 from .profile import Profile
+from .rehearsal import rehearse
 from .restore import without_warm_start
 from .sampler import Sampler
 from .strategies import OneFile, strategy_of
@@ -101,6 +102,9 @@ def train(
     with Display(recipe, console) as display:
         begun = recipe if checkpoint is None else without_warm_start(recipe)
         agent, tokenizer, reference = build(begun, display.warm_start, display.say)
+        if folder is not None:
+            with writing(folder / "policy"):
+                rehearse(recipe, agent.actor, tokenizer, folder)
         loop = Loop(recipe, agent, tokenizer, reference, display.say)
         profiler = Profile(folder, console, recipe.training.precision == "bf16") if profile else None
 

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from cct.files import WriteError, sweep, whole, writing
 from cct.policy import WARM_START_SEED, Policy, WarmStart
 from cct.policy.attention import tappable
+from cct.policy.weights import save
+from cct.rollout import derive_seed
 from cct.task import Task
 
 
@@ -71,14 +73,20 @@ def warm_start(
             sweep(entry.parent, entry.name)
             try:
                 with whole(entry) as unfinished:
-                    model.save_pretrained(unfinished)
-            except WriteError as error:  # a full disk
+                    save(model, tokenizer, unfinished)
+            except Exception as error:  # a full disk, or a model that cannot be saved, which the run says before it begins
                 say(f"warm start: not kept in {entry.parent} ({error})")
                 return model.eval(), tokenizer
     return tappable(AutoModelForCausalLM.from_pretrained(entry, dtype=model.dtype)), tokenizer
 
 
 def _supervise(model, tokenizer, policy: Policy, task: Task, knobs: WarmStart, seed: int, report) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "warm start"))  # of a model's dropout
+        _steps(model, tokenizer, policy, task, knobs, seed, report)
+
+
+def _steps(model, tokenizer, policy: Policy, task: Task, knobs: WarmStart, seed: int, report) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=knobs.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
 
     def pace(step: int) -> float:

@@ -1,0 +1,96 @@
+"""What a folder must hold to be trained, and what in it ends a response."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SHOWN = 3  # missing weights named in an error
+GENERATION = "generation_config.json"
+
+
+def must_be_a_model(path: str) -> None:
+    """Raises ValueError where a folder holds an adapter, which transformers would load on top of its base."""
+    if (Path(path) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"policy.path: '{path}' holds an adapter (adapter_config.json), and a run needs a whole model; merge it into its "
+            "base model (peft: merge_and_unload, then save_pretrained), and name that folder"
+        )
+
+
+def must_be_plain(path: str, config: Any) -> None:
+    """Raises ValueError where the weights are quantized: they can be neither trained nor exported."""
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+        raise ValueError(
+            f"policy.path: the weights of '{path}' are quantized ({getattr(method, 'value', method)}), and cannot be trained; "
+            "take the model that they were made from"
+        )
+
+
+def must_be_whole(path: str, model: PreTrainedModel, loading: dict[str, Any]) -> None:
+    """Raises ValueError where the model is not as it is stored: a weight is missing, which transformers makes up at random."""
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"policy.path: '{path}' is an adapter on another model; merge the two, and name the folder of that")
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+        head = model.config.get_text_config().tie_word_embeddings is False and missing == ["lm_head.weight"]
+        raise ValueError(
+            f"policy.path: the weights in '{path}' are not whole: {', '.join(missing[:SHOWN])}{more} missing"
+            + ("; where the head is the embedding, config.json says tie_word_embeddings: true" if head else "")
+        )
+
+
+def stored_ends(path: str, revision: str | None = None) -> list[int]:
+    """The end tokens that generation_config.json names; none where it names none or is not there. Nothing else of it is read.
+
+    path: a folder, or a name on a hub. Raises ValueError where it cannot be read.
+    """
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        path,
+        GENERATION,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if found is None:
+        return []
+    try:
+        return token_list(json.loads(Path(found).read_text(encoding="utf-8"))["eos_token_id"])
+    except KeyError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"policy.path: {GENERATION} of '{path}' cannot be read: {error}") from error
+
+
+def token_list(named: Any) -> list[int]:
+    """Token ids, of which configurations name one, several or none. Raises ValueError for anything else."""
+    tokens = named if isinstance(named, list) else [] if named is None else [named]
+    if not all(type(token) is int for token in tokens):
+        raise ValueError(f"eos_token_id is {named!r}; expected a token id, or a list of them")
+    return tokens
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> int | None:
+    """The special token that the chat template writes behind an assistant's message; None where it writes none.
+
+    Some chat models name it nowhere else: Gemma's <end_of_turn>, a base model's ChatML.
+    """
+    answer = "answer"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+    try:
+        written = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except Exception:  # the template's own, of whatever kind: one that takes no such message
+        return None
+    behind = written.rpartition(answer)[2].lstrip()
+    first = next(iter(tokenizer(behind, add_special_tokens=False)["input_ids"]), None) if answer in written else None
+    known = tokenizer.added_tokens_decoder
+    return first if first in known and known[first].special else None
