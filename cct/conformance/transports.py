@@ -70,7 +70,10 @@ def equal(operator: Transport, case: Case) -> None:
     last = rollout.mask & (rollout.mask.flip(1).cumsum(1).flip(1) == 1)
     alone, groups = torch.arange(len(rollout.groups)), rollout.groups.unsqueeze(1)
     for changed, what in (
-        (rollout.replace(rewards=0.7 * last), "with the same reward for every response"),
+        *(
+            (rollout.replace(rewards=score * last, groups=0 * rollout.groups), "with the same reward for every response")
+            for score in (0.7, 0.1, 0.3)  # of which a mean may differ by rounding
+        ),
         (rollout.replace(rewards=(0.7 + groups) * last), "with the same reward for every response of a group"),
         (rollout.replace(groups=alone), "with every response in a group of its own"),
     ):
@@ -86,7 +89,7 @@ def names(operator: Any, case: Case) -> None:
 
 
 def better(operator: Transport, case: Case) -> None:
-    """Of two responses that differ in one reward only, no token up to it gets less in the better one. Whitening keeps it."""
+    """Of two responses that differ in one reward only, no token up to it gets less in the better one. Whitening keeps it so."""
     rollout = case.rollout(operator.statistics)
     token = case.token(rollout.mask)
     if token is None:

@@ -47,7 +47,8 @@ class CriticTrace(TokenCredit):
 
     @property
     def waives(self) -> dict[str, str]:
-        return {} if self.gap == "carry" else {"gap": f"gap: {self.gap} lets masked tokens count"}
+        found = {} if self.gap == "carry" else {"gap": f"gap: {self.gap} lets masked tokens count"}
+        return found | ({"targets": "gap: decay takes the value in a gap for 0"} if self.gap == "decay" else {})
 
     def _gae(
         self, rollout: Rollout, gamma: float | Tensor, lam: float | Tensor, lam_value: float | Tensor
