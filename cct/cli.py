@@ -282,16 +282,14 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.profile:  # read when torch is imported: its profiler says on stderr that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from cct.terminal import make_console
-    from cct.training.run import resume, start
+    from cct.api import resume, train
     from cct.training.stopped import TrainingStopped
 
-    console = make_console()
     try:
         if arguments.resume:
-            resume(arguments.resume, recipe, arguments.set, console=console, profile=arguments.profile)
+            resume(arguments.resume, arguments.set, recipe=recipe, profile=arguments.profile)
         else:
-            start(recipe, arguments.runs, console=console, into=arguments.into, profile=arguments.profile)
+            train(recipe, runs=arguments.runs, into=arguments.into, profile=arguments.profile, check=False)
     except TrainingStopped as error:
         return _stopped(error)
     except BrokenPipeError:  # `cct run RECIPE | head`: the run is not done
@@ -311,8 +309,8 @@ def _checked(path: str, overrides: list[str], *, demonstrations: bool = False):
         warnings = preflight(recipe, demonstrations=demonstrations)
     except RecipeError as error:
         raise RecipeError(*(f"{path}: {problem}" for problem in error.problems)) from None
-    for doubt in [*recipe.doubts, *warnings]:
-        say(f"warning: {path}: {doubt}", file=sys.stderr)
+    for warning in [*recipe.warnings, *warnings]:
+        say(f"warning: {path}: {warning}", file=sys.stderr)
     return recipe
 
 
@@ -431,11 +429,13 @@ def _eval(arguments: argparse.Namespace) -> int:
     from cct.training.folder import must_be_trained
 
     must_be_trained(arguments.run)  # before torch is imported
-    from cct.training.run import evaluate_run
+    from cct.api import evaluate
     from cct.training.stopped import TrainingStopped
 
     try:
-        metrics = evaluate_run(arguments.run, arguments.samples, arguments.ks, trust=arguments.trust_plugins)
+        metrics = evaluate(
+            arguments.run, samples=arguments.samples, ks=arguments.ks, trust_plugins=arguments.trust_plugins
+        )
     except TrainingStopped as error:
         return _stopped(error)
     if arguments.json:

@@ -23,9 +23,9 @@ class HandoverError(ValueError):
 
     def __init__(self, part: Component | str, text: str):
         self.part, self.text = part, text
-        super().__init__(self.told())
+        super().__init__(self.message())
 
-    def told(self, recipe: Knobs | None = None, iteration: int | None = None) -> str:
+    def message(self, recipe: Knobs | None = None, iteration: int | None = None) -> str:
         """The message; with the place of a nested part in the recipe, `gate 'mine' (transport.gate)`, and the iteration."""
         name = self.part if isinstance(self.part, str) else _named(self.part)
         place = _place(self.part, recipe) if recipe is not None and isinstance(self.part, Component) else None

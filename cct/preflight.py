@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from cct.audit import drawn, golds, named
 from cct.policy import WARM_START_SEED, Shape
 from cct.recipe import Recipe, RecipeError
-from cct.registry import install, told
+from cct.registry import error_text, install
 from cct.task import Task, same
 from cct.transport import Gate, Transport
 
@@ -30,7 +30,7 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
                 if place == "task":
                     part.prompts(recipe.seed, 0, 1)
         except (Exception, SystemExit) as error:  # a part may be the user's own
-            problems.append(f"{place}: '{part.use}': {said(error)}")
+            problems.append(f"{place}: '{part.use}': {message_of(error)}")
     if not problems:
         try:
             shape = recipe.policy.shape
@@ -43,7 +43,7 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
         if not problems:
             problems, warnings = _data(recipe, GOLDS_BEFORE_RUN if demonstrations else GOLDS)
     except Exception as error:  # of a task of the user's own, further on in its stream
-        problems = [f"task: '{recipe.task.use}': {said(error)}"]
+        problems = [f"task: '{recipe.task.use}': {message_of(error)}"]
     if problems:
         raise RecipeError(*problems)
     return warnings
@@ -61,7 +61,7 @@ def _data(recipe: Recipe, bound: int) -> tuple[list[str], list[str]]:
     try:
         found = list(golds(recipe, prompts))
     except Exception as error:  # a part may be the user's own
-        return [f"evidence: {said(error)}"], []
+        return [f"evidence: {message_of(error)}"], []
     return [text for fails, text in found if fails], [text for fails, text in found if not fails]
 
 
@@ -72,7 +72,7 @@ def unready(recipe: Recipe) -> list[str]:
         try:
             part.ready()
         except (Exception, SystemExit) as error:
-            problems.append(f"{place}: '{part.use}': {said(error)}")
+            problems.append(f"{place}: '{part.use}': {message_of(error)}")
     strategy, logger = recipe.training.strategy, recipe.logging.logger
     if strategy.startswith("deepspeed") and find_spec("deepspeed") is None:
         problems.append(f"training.strategy: {strategy} needs DeepSpeed, which is not installed: {install('deepspeed')}")
@@ -81,9 +81,9 @@ def unready(recipe: Recipe) -> list[str]:
     return problems
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Parts raise ValueError and OSError with a message for users; whatever else they raise, with its place."""
-    return str(error) if isinstance(error, ValueError | OSError) else told(error)
+    return str(error) if isinstance(error, ValueError | OSError) else error_text(error)
 
 
 def unfit(recipe: Recipe, shape: Shape) -> list[str]:

@@ -252,7 +252,7 @@ class Recipe(Knobs):
         return drawn
 
     @property
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What can be run and cannot be meant, each with its place. The task's data are read for it."""
         written = getattr(self.policy, "alphabet", None)  # of a policy that makes its own tokenizer
         if written is None or "#" in (written or self.task.alphabet):
@@ -261,7 +261,7 @@ class Recipe(Knobs):
             f"evidence.{index}: 'exact_match' looks for the answer behind a '#' unless its pattern says otherwise, and policy "
             f"'{self.policy.use}' has no such character, so that no response can be right; set evidence.{index}.pattern"
             for index, part in enumerate(self.evidence)
-            if part.use == "exact_match" and part.model_dump()["pattern"] == part.usual("pattern")
+            if part.use == "exact_match" and part.model_dump()["pattern"] == part.default_of("pattern")
         ]
 
     def needs(self, what: str) -> bool:

@@ -109,8 +109,8 @@ class Knobs(BaseModel):
             ]
         unread = {} if read is None else read.unread
         for knob, why in unread.items():
-            if (found := getattr(read, knob)) != (usual := read.usual(knob)):
-                message = f"nothing would read it: {why}; leave it out, or at its default ({usual!r})"
+            if (found := getattr(read, knob)) != (default := read.default_of(knob)):
+                message = f"nothing would read it: {why}; leave it out, or at its default ({default!r})"
                 problems.append({"type": _error("unread", message), "loc": (knob,), "input": found})
         if problems:
             raise ValidationError.from_exception_data(cls.__name__, problems)
@@ -121,7 +121,7 @@ class Knobs(BaseModel):
         """Knobs that nothing reads with the others as they are, and why. One of them that is not at its default is refused."""
         return {}
 
-    def usual(self, knob: str) -> Any:
+    def default_of(self, knob: str) -> Any:
         """What a knob is where nobody sets it."""
         return type(self).model_fields[knob].get_default(call_default_factory=True)
 
@@ -323,7 +323,7 @@ _CCT = f"{Path(__file__).parent}/"
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """`KeyError: 'x' (reward.py:12)`: what was raised, and where: in the user's code, or else in a library's."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((_CCT, "<"))]
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
@@ -341,7 +341,7 @@ def no_exit() -> Iterator[None]:
     try:
         yield
     except (SystemExit, GeneratorExit) as error:
-        raise Exited(f"it tried to end the process with {told(error)}") from error
+        raise Exited(f"it tried to end the process with {error_text(error)}") from error
 
 
 def described(value: Any) -> str:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 # Whose ratio of trainer to engine counts at a token: its own, that of the tokens after it.
-Reach = frozenset[Literal["own", "later"]]
+RatioScope = frozenset[Literal["own", "later"]]
 
 
 @dataclass(frozen=True)

@@ -309,10 +309,10 @@ def test_each_mini_critic_learns_from_the_rows_dealt_to_it_alone(name):
     agent = make_agent(CRITICS[name])
     ids, mask, width = padded(PROMPTS, RESPONSES)
     trace, count = agent(ids, mask, width, with_critic=True).trace, len(agent.critic.members)
-    dealt = torch.tensor([7 * count + 1, 1, 5 * count])  # to critic 1, 1 and 0
+    keys = torch.tensor([7 * count + 1, 1, 5 * count])  # to critic 1, 1 and 0
     raw = agent.values(trace, width)[0][:, :-1]
     target = torch.full((3, width), 0.3)
-    losses = agent.critic.head.loss(raw, target, dealt=dealt)
+    losses = agent.critic.head.loss(raw, target, keys=keys)
     for row, member in enumerate([1, 1, 0]):
         assert_close(losses[row], agent.critic.members[member].head.loss(raw[row, :, member], target[row]))
     losses[:2].sum().backward()

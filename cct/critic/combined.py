@@ -33,7 +33,7 @@ class MiniCritics(Critic):
     count: int = Field(2, ge=2, le=64)
     """How many."""
     split: Literal["responses", "prompts"] = "responses"
-    """responses: those to each prompt are dealt out evenly, so that every critic knows every prompt (the source). prompts: a
+    """responses: those to each prompt are divided evenly, so that every critic knows every prompt (the source). prompts: a
     prompt belongs to one critic by its tokens, and stays there when it comes again; with few prompts some learn nothing."""
 
     @model_validator(mode="after")

@@ -41,12 +41,12 @@ class Head:
         """What a value held back costs; no gradient."""
         return 0.5 * (value - target).square()
 
-    def loss(self, raw: Tensor, target: Tensor, old: Tensor | None = None, dealt: Tensor | None = None) -> Tensor:
+    def loss(self, raw: Tensor, target: Tensor, old: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
         """Loss [...] against targets [...].
 
         old: values [...] when the responses were sampled. With a clip c it is the larger one of the loss and
         that of old + clip(V - old, -c, c), as PPO2 has it (Dhariwal et al. 2017), so no gradient where the latter is.
-        dealt: a number for each row [B], by which an ensemble deals rows out.
+        keys: a number for each row [B], by which an ensemble divides rows.
         """
         loss = self.fit(raw, target)
         if self.clip is None or old is None:
@@ -122,12 +122,12 @@ class EnsembleHead(Head):
     def statistics(self, raw: Tensor) -> dict[str, Tensor]:
         return {"value_disagreement": self.members(raw).std(2, correction=0)}
 
-    def loss(self, raw: Tensor, target: Tensor, old: Tensor | None = None, dealt: Tensor | None = None) -> Tensor:
-        """Of each row, the loss of the critic it is dealt to; of all critics, on average, where no numbers are given."""
+    def loss(self, raw: Tensor, target: Tensor, old: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
+        """Of each row, the loss of the critic that its key says; the mean over all critics where no keys are given."""
         each = self.one.loss(raw, target.unsqueeze(2).expand(*target.shape, self.count), old)
-        if dealt is None:
+        if keys is None:
             return each.mean(2)
-        return each.gather(2, (dealt % self.count).view(-1, 1, 1).expand(*target.shape, 1)).squeeze(2)
+        return each.gather(2, (keys % self.count).view(-1, 1, 1).expand(*target.shape, 1)).squeeze(2)
 
 
 def make_head(output: str, bounds: tuple[float, float], *, bins: int = 51, value_clip: float | None = None) -> Head:

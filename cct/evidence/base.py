@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from cct.registry import Component, Registry, told
+from cct.registry import Component, Registry, error_text
 
 if TYPE_CHECKING:
     from cct.rollout import Prompt, Response
@@ -37,7 +37,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        return cls(told(error), cause=error)
+        return cls(error_text(error), cause=error)
 
 
 def plain(verdict: Any, giver: str = "it") -> float | list[float] | None:

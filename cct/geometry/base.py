@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from cct.registry import Component, Registry
-from cct.rollout import Reach
+from cct.rollout import RatioScope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,12 +71,12 @@ class Geometry(Component):
         return frozenset({"reference"}) if self.kl_coef or self.kl_in_reward else frozenset()
 
     @property
-    def weighs(self) -> Reach:
+    def weighs(self) -> RatioScope:
         """Whose ratio to the old policy weighs a token's loss: its own; where it is the response's, later tokens' too."""
         return frozenset({"own"})
 
     @property
-    def engine_ratio(self) -> Reach:
+    def engine_ratio(self) -> RatioScope:
         """Whose ratio of trainer to engine weighs a token's loss."""
         if self.correction == "none":
             return self.weighs if self.ratio_to == "engine" else frozenset()

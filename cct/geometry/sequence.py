@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from cct.rollout import Reach
+from cct.rollout import RatioScope
 
 from .base import Aggregation, Geometry, Grain, geometries
 
@@ -21,7 +21,7 @@ class _OfResponses(Geometry):
     """The source weighs responses equally, `sequence_mean`; `token_mean` weighs them by length."""
 
     @property
-    def weighs(self) -> Reach:
+    def weighs(self) -> RatioScope:
         return frozenset({"own", "later"})
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from cct.rollout import Reach
+from cct.rollout import RatioScope
 
 from .base import Aggregation, Geometry, geometries
 
@@ -23,7 +23,7 @@ class PolicyGradient(Geometry):
     """
 
     @property
-    def weighs(self) -> Reach:
+    def weighs(self) -> RatioScope:
         return frozenset()
 
     def surrogate(
@@ -83,7 +83,7 @@ class TOPR(Geometry):
     """Greatest weight of a token with a negative advantage."""
 
     @property
-    def weighs(self) -> Reach:
+    def weighs(self) -> RatioScope:
         return frozenset({"own", "later"}) if self.level == "sequence" else frozenset({"own"})
 
     def surrogate(

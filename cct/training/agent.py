@@ -15,7 +15,7 @@ from cct.policy.attention import attention_concentration, tap
 from cct.policy.head import LOGITS_AT_ONCE, distribution_of, entropy_of, plain_head, reading, token_logprobs
 from cct.rollout import Attention, Concentration, Forward, Statistic, Trace
 
-from .stopped import blamed_on
+from .stopped import attributed_to
 
 PER_HEAD = Concentration()  # the critic's feature: Shannon, every head by itself
 
@@ -149,14 +149,14 @@ class Agent(nn.Module):
         """The critic's raw outputs and values on a trace, [B, width + 1 (, ...)]; index t is read before token t."""
         assert self.critic is not None
         name = f"critic ({type(self.critic).__name__})"
-        with self._precision(trace.input_ids), blamed_on(name), read_only(name, vars(trace)):
+        with self._precision(trace.input_ids), attributed_to(name), read_only(name, vars(trace)):
             raw = self.critic(trace)[:, -width - 1 :].float()
             return raw, self.critic.head.value(raw)
 
     @staticmethod
     def _measured(name: str, what: Statistic, forward: Forward) -> Tensor:
         part = f"statistic '{name}' ({type(what).__name__})"
-        with blamed_on(part), read_only(part, vars(forward)):
+        with attributed_to(part), read_only(part, vars(forward)):
             measured = what.measure(forward).detach().float()
             if measured.shape != forward.logprobs.shape:
                 raise ValueError(

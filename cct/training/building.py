@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cct.audit import drawn
 from cct.policy import Shape
 from cct.policy.weights import add_lora, without_dropout
-from cct.preflight import said, unfit, unready
+from cct.preflight import message_of, unfit, unready
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import derive_seed
 
@@ -51,7 +51,7 @@ def build(
         try:
             critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
         except (Exception, SystemExit) as error:  # it may be the user's own
-            raise RecipeError(f"critic: {said(error)}") from error
+            raise RecipeError(f"critic: {message_of(error)}") from error
     reference = None
     if recipe.needs("reference"):
         reference = copy.deepcopy(actor).requires_grad_(False).eval()

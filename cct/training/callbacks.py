@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from lightning import Callback, LightningModule, Trainer
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import Logger
 from rich.console import Console
 from rich.live import Live
@@ -51,8 +52,11 @@ class JsonLinesLogger(Logger):
         append(self.path, json.dumps({"iteration": step, **metrics}) + "\n")
 
 
-class Recorder(Callback):
-    """After every iteration: metrics to the loggers, samples, evaluation and checkpoint where due."""
+class Recorder(Checkpoint):
+    """After every iteration: metrics to the loggers, samples, rollouts, and a checkpoint where due. At the end: the export.
+
+    Lightning calls checkpoint callbacks after all others, so whether one of them stops the run is known here.
+    """
 
     def __init__(
         self,
@@ -98,7 +102,7 @@ class Recorder(Callback):
                 append(self.folder / "samples.jsonl", "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
                 store(ended.rollout, self.folder, iteration, self.recipe.logging)
         asked = next((number for number in Ranks.current().gather(self.ending.asked) if number is not None), None)
-        last = iteration == training.iterations
+        last = iteration == training.iterations or trainer.should_stop
         due = iteration % training.checkpoint_every == 0 or asked is not None
         if last or (iteration > 0 and due):
             self._checkpoint(trainer, iteration)

@@ -28,7 +28,7 @@ from .agent import Agent
 from .minibatches import Plan, forward_plans, trimmed
 from .ranks import Ranks
 from .sampler import Row, Sampler
-from .stopped import TrainingStopped, blamed_on
+from .stopped import TrainingStopped, attributed_to
 
 # Share of the old running mean and deviation of a statistic kept at each iteration: follows the policy within ~10 iterations.
 MOMENTS_DECAY = 0.9
@@ -105,7 +105,7 @@ class Estimator:
             return str(sampler.tokenizer.decode([token]))
 
         name = f"transport '{self.recipe.transport.use}' (starts)"
-        with blamed_on(name, iteration):
+        with attributed_to(name, iteration):
             with read_only(name, vars(rollout)):
                 starts = as_mask(self.recipe.transport.starts(rollout, text_of), "starts")
             if starts.shape != rollout.mask.shape:
@@ -175,7 +175,7 @@ class Estimator:
         given |= {
             f"statistic '{name}' ({type(x).__name__})": rollout.stats[name] for name, x in recipe.transport.statistics.items()
         }
-        with blamed_on("policy", iteration):
+        with attributed_to("policy", iteration):
             for part, numbers in given.items():
                 if numbers is not None:
                     check(part, numbers, mask)
@@ -199,7 +199,7 @@ class Estimator:
         if recipe.critic is None or credit.value_targets is None:
             return credit, rollout
         name = f"critic '{recipe.critic.use}' (baseline)"
-        with blamed_on(name, iteration):
+        with attributed_to(name, iteration):
             with read_only(name, vars(rollout) | vars(credit), contents=iteration <= 1):
                 other = recipe.critic.baseline(rollout, credit.value_targets, recipe.reward_bounds)
             if other is None:
@@ -215,7 +215,7 @@ class Estimator:
         """What the transport makes of it. Raises TrainingStopped where that is no credit, naming the part that is to blame."""
         transport = self.recipe.transport
         with (
-            blamed_on(f"transport '{transport.use}'", iteration, self.recipe),
+            attributed_to(f"transport '{transport.use}'", iteration, self.recipe),
             read_only(transport, {f"rollout.{name}": x for name, x in vars(rollout).items()}, contents=iteration <= 1),
         ):
             credit = transport.checked(rollout)

@@ -22,7 +22,7 @@ from cct.rollout import Credit, Rollout, Trace, derive_seed
 from cct.tensors import as_mask
 
 from .agent import Agent
-from .stopped import blamed_on
+from .stopped import attributed_to
 
 Size = tuple[int, int]  # tokens of a response, and of its prompt
 Plan = list[list[list[int]]]  # for each rank, the rows of each of its forwards, minibatch after minibatch
@@ -119,7 +119,7 @@ def _marked(
     minibatches = zip(*(x.split(size) for x in (old, credit.advantages, rollout.mask)), strict=True)
     name = f"geometry '{geometry.use}' (mark)"
     given = {"the log-probabilities": old, "the advantages": credit.advantages, "the mask": rollout.mask}
-    with blamed_on(name, iteration), read_only(name, given, contents=iteration <= 1):
+    with attributed_to(name, iteration), read_only(name, given, contents=iteration <= 1):
         chosen = [geometry.mark(o, a, m, derive_seed(seed, "mark", number)) for number, (o, a, m) in enumerate(minibatches)]
         marked = None if None in chosen else torch.cat([as_mask(part, "marked") for part in chosen])
         if marked is not None and marked.shape != rollout.mask.shape:

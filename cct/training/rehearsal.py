@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from cct.policy import Policy, end_tokens, policies
 from cct.policy.weights import save, shapes
-from cct.preflight import said
+from cct.preflight import message_of
 from cct.recipe import Recipe, RecipeError
 
 WHOLE = 2**30  # bytes of weights that a rehearsal writes and reads back whole, in a second or two
@@ -40,7 +40,7 @@ def rehearse(
             again.generation_config = GenerationConfig.from_pretrained(place)  # as others will read it
             _must_be_the_same(recipe, actor, tokenizer, again, its)
         except Exception as error:  # of whatever kind: parts of it are the user's own
-            raise RecipeError(f"policy: the trained policy could not be exported: {said(error)}") from error
+            raise RecipeError(f"policy: the trained policy could not be exported: {message_of(error)}") from error
 
 
 def _of_folder(policy: Policy, folder: Path) -> Policy:

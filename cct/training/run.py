@@ -22,7 +22,7 @@ from cct.evidence import close_workers
 from cct.files import LOCK, SUMS, WriteError, damage, remove, write_text, writing
 from cct.loading import dump_recipe
 from cct.recipe import LightningCallback, Recipe, RecipeError
-from cct.registry import run_file, told
+from cct.registry import error_text, run_file
 from cct.signals import Ending, answered
 from cct.terminal import say
 
@@ -156,7 +156,7 @@ def made(callback: LightningCallback) -> Callback:
             raise TypeError("it is no class of a lightning.pytorch.Callback")
         return cls(**callback.arguments)
     except (Exception, SystemExit) as error:
-        raise RecipeError(f"{place}: {told(error)}") from error
+        raise RecipeError(f"{place}: {error_text(error)}") from error
 
 
 def _trainer(recipe: Recipe, folder: Path | None, first: int, callbacks: list[Callback]) -> Trainer:
@@ -171,7 +171,6 @@ def _trainer(recipe: Recipe, folder: Path | None, first: int, callbacks: list[Ca
         callbacks=callbacks,
         plugins=[] if recipe.training.strategy.startswith("deepspeed") else [OneFile()],
         default_root_dir=folder,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -17,7 +17,7 @@ from .failures import Failures
 from .judge import judge
 from .prompts import encode, fitting, training_prompts
 from .ranks import Ranks
-from .stopped import TrainingStopped, blamed_on
+from .stopped import TrainingStopped, attributed_to
 
 State = tuple[int, tuple[int, ...]]  # the number of a prompt within the iteration, and the tokens emitted after it
 
@@ -104,7 +104,7 @@ class Sampler:
         on_stage: called with the name of what begins.
         """
         recipe, ranks, each = self.recipe, self.ranks, self.recipe.training.responses_per_prompt
-        with blamed_on(f"task '{recipe.task.use}'", iteration):
+        with attributed_to(f"task '{recipe.task.use}'", iteration):
             prompts, self.overlong = training_prompts(recipe, self.actor, self.tokenizer, iteration)
         numbers, tokens = ranks.share(len(prompts) * each), self.encode(prompts)
         on_stage("generate")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from cct.handover import HandoverError
 from cct.recipe import RecipeError
-from cct.registry import Knobs, told
+from cct.registry import Knobs, error_text
 
 
 class TrainingStopped(RuntimeError):
@@ -15,7 +15,7 @@ class TrainingStopped(RuntimeError):
 
 
 @contextmanager
-def blamed_on(part: str, iteration: int | None = None, recipe: Knobs | None = None) -> Iterator[None]:
+def attributed_to(part: str, iteration: int | None = None, recipe: Knobs | None = None) -> Iterator[None]:
     """Whatever is raised within stops the run, in one line that names the part; the cause keeps the traceback.
 
     A HandoverError names another part: the one that it is about, and its place in the recipe.
@@ -25,7 +25,7 @@ def blamed_on(part: str, iteration: int | None = None, recipe: Knobs | None = No
     except (TrainingStopped, RecipeError):
         raise
     except HandoverError as error:
-        raise TrainingStopped(error.told(recipe, iteration)) from error
+        raise TrainingStopped(error.message(recipe, iteration)) from error
     except (Exception, SystemExit) as error:
         where = "" if iteration is None else f" in iteration {iteration}"
-        raise TrainingStopped(f"{part}{where}: {told(error)}") from error
+        raise TrainingStopped(f"{part}{where}: {error_text(error)}") from error

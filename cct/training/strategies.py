@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ class OneFile(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         try:
-            with open(path, "wb") as file:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
             self.refused = error

@@ -23,7 +23,7 @@ from cct.registry import described
 from .agent import Agent
 from .minibatches import Batch, CriticBatch, PolicyBatch
 from .ranks import Ranks
-from .stopped import TrainingStopped, blamed_on
+from .stopped import TrainingStopped, attributed_to
 
 FINAL_LEARNING_RATE = 0.1  # share of the actor's learning rate that linear and cosine schedules end with
 
@@ -167,7 +167,7 @@ class Updates(LightningModule):
         if self.agent.critic.head.split == "responses":  # not always the same critic first, as they may not divide evenly
             keys = keys + batch.ranks
         targets = batch.value_targets.masked_fill(~mask, 0.0)
-        with blamed_on(f"critic '{self.recipe.critic.use}' (loss)", self.iteration):
+        with attributed_to(f"critic '{self.recipe.critic.use}' (loss)", self.iteration):
             per_token = self.agent.critic.head.loss(raw, targets, old, keys).masked_fill(~mask, 0.0)
         loss = (batch.token_weights * per_token).sum()
         self._finite(loss, f"critic '{self.recipe.critic.use}' (loss)")
@@ -180,7 +180,7 @@ class Updates(LightningModule):
         optional = {name: x for name in ("marked", "correction") if (x := getattr(batch, name)) is not None}
         geometry = f"geometry '{self.recipe.geometry.use}'"
         given = {"logprobs": reading.logprobs, "old_logprobs": old_logprobs, **vars(batch)}
-        with blamed_on(geometry, self.iteration), read_only(self.recipe.geometry, given, contents=self.iteration <= 1):
+        with attributed_to(geometry, self.iteration), read_only(self.recipe.geometry, given, contents=self.iteration <= 1):
             per_token, metrics = self.recipe.geometry(
                 reading.logprobs, old_logprobs, batch.advantages, batch.mask, batch.reference_logprobs, **optional
             )

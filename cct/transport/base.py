@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cct.handover import HandoverError, check, read_only
 from cct.registry import Component, Registry, described
-from cct.rollout import Credit, Reach
+from cct.rollout import Credit, RatioScope
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +57,7 @@ class Transport(Component):
         return None
 
     @property
-    def engine_ratio(self) -> Reach:
+    def engine_ratio(self) -> RatioScope:
         """Whose ratio of trainer to engine a token's advantage holds already: its own, that of tokens after it."""
         return frozenset()
 
@@ -135,7 +135,7 @@ class Wrapper(Transport):
         return self.of.whitens
 
     @property
-    def engine_ratio(self) -> Reach:
+    def engine_ratio(self) -> RatioScope:
         return self.of.engine_ratio
 
     @property

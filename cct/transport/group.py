@@ -43,8 +43,8 @@ class _CriticFree(Transport):
                 raise ValueError(f"`like: {like}` means {knob}: {value}, and {knob} is {found}; leave out one of the two")
         return self
 
-    def usual(self, knob: str) -> Any:
-        return self.presets.get(getattr(self, "like", None) or "", {}).get(knob, super().usual(knob))
+    def default_of(self, knob: str) -> Any:
+        return self.presets.get(getattr(self, "like", None) or "", {}).get(knob, super().default_of(knob))
 
 
 def _of_a_deviation(used: bool) -> dict[str, str]:

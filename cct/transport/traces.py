@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from cct.rollout import Credit, Reach, Rollout
+from cct.rollout import Credit, RatioScope, Rollout
 
 from .base import transports
 from .gae import CriticTrace
@@ -116,7 +116,7 @@ class VTrace(_OffPolicy):
     """Greatest ratio of the token itself."""
 
     @property
-    def engine_ratio(self) -> Reach:
+    def engine_ratio(self) -> RatioScope:
         return frozenset({"own", "later"})
 
     def __call__(self, rollout: Rollout) -> Credit:
@@ -147,7 +147,7 @@ class Retrace(_OffPolicy):
     """
 
     @property
-    def engine_ratio(self) -> Reach:
+    def engine_ratio(self) -> RatioScope:
         return frozenset({"later"})
 
     def __call__(self, rollout: Rollout) -> Credit:
