@@ -23,7 +23,7 @@ class OneFile(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
+            with open(path, "wb") as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
             self.refused = error
