@@ -65,7 +65,7 @@ def train(
 
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     console = make_console(quiet=quiet)
-    for warning in [*recipe.warnings, *preflight(recipe)] if check else []:
+    for warning in [*preflight(recipe), *recipe.warnings] if check else []:
         console.print(f"warning: {warning}", soft_wrap=True)
     folder = start(
         recipe, Path(runs), into=Path(into) if into else None, console=console, profile=profile, callbacks=callbacks

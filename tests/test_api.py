@@ -49,7 +49,7 @@ def test_what_cannot_be_trained_on_is_refused_before_there_is_a_folder(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     rows = {"use": "jsonl", "path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "train.jsonl")}
     recipe = load_recipe(RECIPES / "grpo.yaml", [f"task={rows}", "policy.warm_start="])
-    with pytest.raises(RecipeError, match="evaluation problems of 'jsonl' would be trained on"):
+    with pytest.raises(RecipeError, match="task: 'jsonl': 1 prompts stand both in"):
         train(recipe, runs=tmp_path / "runs", quiet=True)
     assert not (tmp_path / "runs").exists()
 
