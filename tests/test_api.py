@@ -1,5 +1,6 @@
 """cct from Python: train, resume, evaluate; callbacks of Lightning's and of one's own."""
 
+import json
 import re
 import subprocess
 import sys
@@ -111,3 +112,14 @@ def test_lightning_keeps_the_best_checkpoint_beside_the_run_s_own(tmp_path):
     rewards = [event["train/reward"] for event in run.metrics if event["iteration"] > 0]
     assert float(best.best_model_score) == pytest.approx(max(rewards)) and len(list((tmp_path / "best").iterdir())) == 1
     assert [path.stem for path in checkpoints(run.folder)] == ["000004"]
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    """Its code cells in order, in a folder of their own."""
+    notebook = json.loads((RECIPES.parent / "examples" / "from_python.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for cell in cells:
+        exec(cell, names)
+    assert len(names["rewards"].seen) == 2 and names["mine"].policy.is_dir()
