@@ -95,8 +95,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether the folder holds anything that a run has found out."""
-    return bool(read_metrics(folder) or checkpoints(folder))
+    """Whether an iteration of the run was finished; before that it has evaluated its starting policy at most."""
+    return bool(checkpoints(folder)) or any("train/reward" in event for event in read_metrics(folder))
 
 
 # --- numbers ----------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def train(
             ending.close()
             loop.sampler.close()
             close_workers()
-            if folder is not None and display.history:
+            if folder is not None and any("train/reward" in metrics for _, metrics in display.history):
                 _say_how_to_go_on(recipe, folder, display.say)
     if folder is not None:
         console.print(closing_table(folder, time.perf_counter() - started))
