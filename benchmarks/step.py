@@ -61,7 +61,8 @@ class Endless(Scratch):
         model, tokenizer = super().load(alphabet=alphabet, seed=seed)
         bias = torch.zeros(model.config.vocab_size)
         bias[[tokenizer.pad_token_id, tokenizer.eos_token_id]] = -1e9
-        model.lm_head.bias = torch.nn.Parameter(bias, requires_grad=False)
+        del model.lm_head.bias  # no weight of the policy's: it is not exported
+        model.lm_head.register_buffer("bias", bias, persistent=False)
         return model, tokenizer
 
 

@@ -197,14 +197,11 @@ def _phases(
         )
     made = 0 if accumulates else foot.trained * foot.weight_bytes
     full = {"rollout": rollout + traces, "gradients": gradients(foot.trained)}
-    policy = standing | asleep | within | full | passing(foot.policy_pass, made)
-    yield "policy pass", policy
+    yield "policy pass", standing | asleep | within | full | passing(foot.policy_pass, made)
     if gpu is not None and training.offload == "none":
         # The step's own temporaries: PyTorch's grouped AdamW one of the size of the weights, DeepSpeed float32 gradients.
         step = {"activations": learning * 4 // of_states}
         yield "step", standing | asleep | full | step
-    if gpu is None and not deepspeed:  # Lightning writes a checkpoint into memory first, and the pass's blocks are still there
-        yield "save", policy | {"checkpoint": weights + states}
 
 
 def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, problems: Problems) -> dict[str, int]:

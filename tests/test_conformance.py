@@ -183,7 +183,7 @@ class GroupsAreIndices(Transport):
     """Group numbers need not begin at 0."""
 
     def __call__(self, rollout):
-        total = torch.zeros(len(rollout.groups) + 2, dtype=rollout.rewards.dtype).index_add_(0, rollout.groups, rollout.scores)
+        total = torch.zeros(len(rollout.groups) + 2, dtype=rollout.scores.dtype).index_add_(0, rollout.groups, rollout.scores)
         return Credit(total[rollout.groups].unsqueeze(1) * rollout.mask)
 
     @property

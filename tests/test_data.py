@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from cct.training.collect import Collector
-from cct.training.rows import continue_from, evaluate, greedy_scores
+from held import Held
 from test_models import TEMPLATE, USER, make_folder, make_tokenizer, pretrained
 from test_recipe import NO_CRITIC, over, write
 
@@ -25,8 +24,9 @@ from cct.task.fields import lookup, text_of
 from cct.task.files import JsonLines, Parquet
 from cct.task.huggingface import Datasets
 from cct.training.building import build
+from cct.training.evaluation import evaluate
 from cct.training.prompts import training_prompts
-from cct.training.ranks import Ranks
+from cct.training.sampler import Sampler
 from cct.training.stopped import TrainingStopped
 
 
@@ -258,14 +258,14 @@ def test_what_the_template_opened_is_the_beginning_of_what_evidence_sees(chat, t
     evidence = "evidence: [{use: format, pattern: '(?s)so.*'}]\ntask: {held_out_size: 4}\ngeneration: {max_new_tokens: 4}\n"
     recipe = load_recipe(over(tmp_path, knobs + evidence, NO_CRITIC))
     agent, tokenizer, _ = build(recipe)
-    collector = Collector(recipe, agent, tokenizer, None)
-    rows = collector.sample(1)[0]
+    sampler = Sampler(recipe, agent.actor, tokenizer)
+    rows = sampler.sample(1)
     assert all(row.response.text.startswith("so") and sum(row.rewards) == 1.0 for row in rows)
     states = [(row.group, row.response.tokens[:1]) for row in rows[:2]]
-    continued, _, _ = continue_from(recipe, collector.engine, tokenizer, rows, states, 1, 0, Ranks())
+    continued, _ = sampler.continue_from(rows, states, 1, 0)
     assert [one.value for some in continued for one in some] == [1.0, 1.0]
-    assert set(greedy_scores(recipe, collector.engine, tokenizer, [rows[0].prompt], Ranks())[0]) == {1.0}
-    assert evaluate(recipe, collector.engine, tokenizer, Ranks())["eval/accuracy"] == 1.0
+    assert set(sampler.greedy_scores([rows[0].prompt], 1)) == {1.0}
+    assert evaluate(sampler)["eval/accuracy"] == 1.0
 
 
 # --- prompts that are too long ------------------------------------------------------------------
@@ -317,7 +317,7 @@ def test_dropped_prompts_are_replaced_so_that_every_iteration_is_full_and_the_sa
     assert all(len(prompts) == 4 and all(len(p.text) == 4 for p in prompts) for prompts, _ in drawn.values())
     assert sum(replaced for _, replaced in drawn.values()) == 2  # the first epoch has both
     assert {n: training_prompts(recipe, agent.actor, tokenizer, n) for n in (3, 1, 2)} == drawn  # whatever came before
-    iteration = Collector(recipe, agent, tokenizer, None).collect(1)
+    iteration = Held(recipe, agent, tokenizer).collect(1)
     assert iteration.metrics["train/overlong"] == drawn[1][1] and len(iteration.rows) == 8
 
 
@@ -373,7 +373,7 @@ def test_the_deep_check_says_that_the_template_opened_a_thought(tmp_path, capsys
 def test_a_check_takes_no_longer_for_a_billion_iterations(tmp_path):
     list_of = with_long(tmp_path)
     for path in (list_of, over(tmp_path / "stream", "name: stream", NO_CRITIC)):
-        for sets in (["training.iterations=1000000000"], ["training.prompts_per_iteration=1000000000"]):
+        for sets in (["training.iterations=1000000000"], ["training.prompts_per_iteration=1000000"]):
             started = time.process_time()
             preflight(load_recipe(path, sets), demonstrations=False)
             assert time.process_time() - started < 2

@@ -3,9 +3,7 @@
 import pickle
 
 import pytest
-from cct.training.collect import Collector
-from cct.training.pass_at_k import evaluate_sampled
-from cct.training.rows import continue_from, evaluate, greedy_scores, judge
+from held import Held
 from test_training import tiny
 
 from cct.evidence import Evidence, close_workers, evidences
@@ -15,8 +13,10 @@ from cct.evidence.shape import Format, Length
 from cct.policy.sampling import Completion
 from cct.rollout import Prompt, Response
 from cct.training.building import build
+from cct.training.evaluation import evaluate, evaluate_sampled
 from cct.training.failures import Failures
-from cct.training.ranks import Ranks
+from cct.training.judge import judge
+from cct.training.sampler import Sampler
 
 
 def said(text: str, tokens: int = 2) -> Response:
@@ -78,21 +78,20 @@ class Silent:
 def silent():
     recipe = tiny("grpo", "evidence=[{use: length, max_tokens: 4, buffer: 1}]")
     agent, tokenizer, _ = build(recipe)
-    collector = Collector(recipe, agent, tokenizer, None)
-    return recipe, tokenizer, collector, Silent(collector.engine)
+    engine = recipe.generation.open(agent.actor, tokenizer)
+    return Sampler(recipe, agent.actor, tokenizer, engine), Sampler(recipe, agent.actor, tokenizer, Silent(engine))
 
 
 def test_empty_responses_are_wherever_responses_are(silent):
-    recipe, tokenizer, collector, engine = silent
-    prompts = recipe.prompts(1, 1)
-    scored, failures = greedy_scores(recipe, engine, tokenizer, prompts, Ranks())
-    assert all(score != score for score in scored) and not failures  # NaN: not to be compared with
-    metrics = evaluate(recipe, engine, tokenizer, Ranks())
+    talkative, silent = silent
+    scored = silent.greedy_scores(silent.recipe.prompts(1, 1), 1)
+    assert all(score != score for score in scored) and not silent.failures  # NaN: not to be compared with
+    metrics = evaluate(silent)
     assert (metrics["eval/accuracy"], metrics["eval/reward"], metrics["eval/length"]) == (0, 0, 0)
-    assert evaluate_sampled(recipe, engine, tokenizer, 2, [1])["eval/pass@1"] == 0  # though 0 is the best that length gives
-    rows = collector.sample(1)[0]
+    assert evaluate_sampled(silent, 2, [1])["eval/pass@1"] == 0  # though 0 is the best that length gives
+    rows = talkative.sample(1)
     states = [(rows[0].group, rows[0].response.tokens[:1])]
-    found, cost, _ = continue_from(recipe, engine, tokenizer, rows, states, 2, 0, Ranks())
+    found, cost = silent.continue_from(rows, states, 2, 0)
     assert found == [[]] and cost["branch/tokens"] == 0
 
 
@@ -122,17 +121,18 @@ def test_an_iteration_says_what_failed_and_that_nothing_is_left():
         evidences.register(name)(Fails)
     recipe = tiny("remax", f"evidence=[{{use: {name}, on_error: drop}}]")
     agent, tokenizer, _ = build(recipe)
-    collector = Collector(recipe, agent, tokenizer, None)
-    warnings = collector.collect(1).warnings
+    loop, warnings = Held(recipe, agent, tokenizer), list[str]()
+    loop.sampler.say = warnings.append
+    loop.collect(1)
     assert [line.split(" first:")[0] for line in warnings] == [
         f"warning: iteration 1: evidence '{name}' failed for 16 of 16 responses,",
         "warning: iteration 1: all 16 responses were left out, so there is nothing to learn from",
         f"warning: iteration 1, greedy responses: evidence '{name}' failed for 4 of 4 responses,",
     ]
     assert "KeyError: 'gold'" in warnings[0]
-    heard = []
-    evaluate(recipe, collector.engine, tokenizer, Ranks(), 1, heard.append)
-    assert heard[0].startswith(f"warning: eval: evidence '{name}' failed for 8 of 8 responses, first: KeyError: 'gold'")
+    warnings.clear()
+    evaluate(loop.sampler, 1)
+    assert warnings[0].startswith(f"warning: eval: evidence '{name}' failed for 8 of 8 responses, first: KeyError: 'gold'")
 
 
 # --- evidence that abstains, and the iteration --------------------------------------------------
@@ -176,6 +176,6 @@ def test_workers_and_a_run_know_the_iteration_too(tmp_path):
         close_workers()
     recipe = tiny("grpo", f"evidence=[{{use: python, path: {tmp_path / 'own.py'}, workers: 0, time_limit: null}}]")
     agent, tokenizer, _ = build(recipe)
-    collector = Collector(recipe, agent, tokenizer, None)
-    assert {sum(row.rewards) for row in collector.sample(2)[0]} == {0.2}
-    assert evaluate(recipe, collector.engine, tokenizer, Ranks(), 5)["eval/accuracy"] == pytest.approx(0.5)
+    sampler = Sampler(recipe, agent.actor, tokenizer)
+    assert {sum(row.rewards) for row in sampler.sample(2)} == {0.2}
+    assert evaluate(sampler, 5)["eval/accuracy"] == pytest.approx(0.5)

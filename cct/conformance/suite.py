@@ -12,6 +12,7 @@ from cct.transport import Gate, Transport
 
 from . import cases, critics, evidences, geometries, operators, transports
 from .base import Property, Verdict, judge
+from .watch import restored
 
 EXAMPLES = 60
 # A forward of a model, or a verifier, costs a hundred times as much as a transport.
@@ -45,4 +46,5 @@ def check(operator: Component, *, examples: int = EXAMPLES, only: str = "", shri
     failing case. Raises ValueError where the operator is of another axis or Hypothesis is not installed.
     """
     found, strategy, show, slow = _suite(operator)
-    return judge(operator, found, strategy(), max(1, examples // slow), lambda case: show(operator, case), only, shrink)
+    with restored():  # an operator that changes torch's settings has changed them for nobody else
+        return judge(operator, found, strategy(), max(1, examples // slow), lambda case: show(operator, case), only, shrink)

@@ -30,6 +30,21 @@ class Meddles(Broken):
 
 
 @contextmanager
+def restored() -> Iterator[None]:
+    """Whatever is done within to global generators and to torch's settings is undone."""
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    dtype, gradients = torch.get_default_dtype(), torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(gradients)
+
+
+@contextmanager
 def alone(seed: int) -> Iterator[None]:
     """Global generators from this seed, which must not be drawn from, and torch's settings, which must stay. Raises Meddles."""
 
@@ -40,28 +55,15 @@ def alone(seed: int) -> Iterator[None]:
             "changes torch's default type, or whether it keeps gradients": (torch.get_default_dtype(), torch.is_grad_enabled()),
         }
 
-    states = (
-        random.getstate(),
-        numpy.random.get_state(),
-        torch.get_rng_state(),
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-    )
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
-    try:
+    with restored():
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
         before = world()
         yield
         for what, state in world().items():
             if state != before[what]:
                 raise Meddles(f"it {what}")
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        torch.set_default_dtype(states[3])
-        torch.set_grad_enabled(states[4])
 
 
 @contextmanager
