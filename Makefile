@@ -18,7 +18,7 @@ lint:
 types:
 	$(PYTHON) -m mypy
 
-docs:  ## the site, into site/; needs the extra .[docs], and no network
+docs:  ## the site, into site/, without network; needs the extra .[docs]; `mkdocs serve` shows it
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
 
 run:
