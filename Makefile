@@ -1,7 +1,7 @@
 # Uses .venv where `make install` made one, and otherwise the Python that is on the path.
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: install check test lint types run bench clean
+.PHONY: install check test lint types docs run bench clean
 
 install:  ## a virtual environment in .venv, with what development needs
 	test -d .venv || python3 -m venv .venv
@@ -18,6 +18,9 @@ lint:
 types:
 	$(PYTHON) -m mypy
 
+docs:  ## the site, into site/, without network; needs the extra .[docs]; `mkdocs serve` shows it
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict
+
 run:
 	$(PYTHON) -m cct.cli run recipes/compo.yaml
 
@@ -25,5 +28,5 @@ bench:  ## speed beside peers, into docs/performance.md; needs the extra .[bench
 	$(PYTHON) -m benchmarks --write docs/performance.md
 
 clean:  ## caches and build leftovers; runs/ and the warm starts in ~/.cache/cct stay
-	rm -rf build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf build site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find cct tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
