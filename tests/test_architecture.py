@@ -1,6 +1,7 @@
 """The dependency direction, read off the import statements, and that knobs need no torch."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ LAYERS = [
     ("api",),
     ("cli",),
 ]
+MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY = {"report": {"plain_yaml", "files", "registry", "rollout"}}  # reads files and the values that flow
 
@@ -33,8 +35,8 @@ HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
 TENSOR_FILES = {"tensors.py", "functional.py", "towers.py", "agent.py", "attention.py", "head.py", "sampling.py", "weights.py"}
 
 
-def imports(path: Path) -> list[tuple[str, int, bool]]:
-    """(absolute module, line, at module level) of every import that runs; those for type checkers only do not."""
+def imports(path: Path, types: bool = False) -> list[tuple[str, int, bool]]:
+    """(absolute module, line, at module level) of every import that runs; those for type checkers where types."""
     package = path.relative_to(PACKAGE.parent).with_suffix("").parts[:-1]
     found: list[tuple[str, int, bool]] = []
 
@@ -44,9 +46,10 @@ def imports(path: Path) -> list[tuple[str, int, bool]]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *([node.module] if node.module else [])])
-            names = [f"{module}.{alias.name}" for alias in node.names] if module in ("cct", "") else [module]
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES or module == "cct" else module for name in names]
             found.extend((name, node.lineno, outside) for name in names)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
             for child in node.orelse:
                 walk(child, outside)
         else:
@@ -56,6 +59,11 @@ def imports(path: Path) -> list[tuple[str, int, bool]]:
 
     walk(ast.parse(path.read_text(encoding="utf-8")), True)
     return found
+
+
+def depends_on(modules: dict[str, Path], name: str) -> set[str]:
+    """Modules that one of them imports anywhere, in functions and for type checkers too."""
+    return {found for found, _, _ in imports(modules[name], types=True) if found in modules} - {name}
 
 
 def part_of(path: Path) -> str:
@@ -84,6 +92,15 @@ def test_imports_point_one_way(path):
                 continue
             assert RANK[name] < RANK[part], f"{where}, which stands {'beside' if RANK[name] == RANK[part] else 'above'} it"
             assert name in ONLY.get(part, RANK), f"{where}; it may import {ONLY[part]} only"
+
+
+def test_no_import_circle_not_even_of_types():
+    graph = {name: depends_on(MODULES, name) for name in MODULES}
+    assert graph["cct.policy.generation"] >= {"cct.policy.base", "cct.registry"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"an import circle: {' -> '.join(reversed(error.args[1]))}")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

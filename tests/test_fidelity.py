@@ -30,7 +30,7 @@ from cct.fidelity.scores import (
 )
 from cct.fidelity.table import summary
 from cct.loading import dump_recipe
-from cct.policy.sampling import Completion, Engine
+from cct.policy.generation import Completion, Engine
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Prompt, Response
 from cct.training.folder import checkpoints

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from cct.policy.sampling import Completion, Engine, EngineError
+from cct.policy.generation import Completion, Engine, EngineError
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response, derive_seed
 
