@@ -20,18 +20,20 @@ LAYERS = [
     ("loading",),
     ("audit",),
     ("preflight",),
-    ("training", "explain", "scaffold", "catalogue"),
-    ("study", "plan", "conformance", "replay", "fidelity"),
-    ("report",),
+    ("training",),
+    ("tools.explain", "tools.scaffold", "tools.catalogue", "tools.memory"),
+    ("tools.study", "tools.plan", "tools.conformance", "tools.replay", "tools.fidelity"),
+    ("tools.report",),
     ("api",),
     ("cli",),
 ]
 MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-ONLY = {"report": {"plain_yaml", "files", "registry", "rollout"}}  # reads files and the values that flow
+ONLY = {"tools.report": {"plain_yaml", "files", "registry", "rollout"}}  # reads files and the values that flow
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
+FREE = {"training", *(f"tools.{name}" for name in ("study", "report", "conformance", "replay", "fidelity", "memory"))}
 TENSOR_FILES = {"tensors.py", "functional.py", "towers.py", "agent.py", "attention.py", "head.py", "sampling.py", "weights.py"}
 
 
@@ -66,10 +68,14 @@ def depends_on(modules: dict[str, Path], name: str) -> set[str]:
     return {found for found, _, _ in imports(modules[name], types=True) if found in modules} - {name}
 
 
-def part_of(path: Path) -> str:
-    """`transport` for cct/transport/gae.py, `cli` for cct/cli.py, empty for cct/__init__.py."""
-    first = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    return "" if first == "__init__" else first
+def part_of(module: str) -> str:
+    """`transport` for cct.transport.gae, `tools.plan` for cct.tools.plan, empty for cct itself and for other packages."""
+    package, *words = module.split(".")
+    return ".".join(words[: 2 if words[0] == "tools" else 1]) if package == "cct" and words else ""
+
+
+def module_of(path: Path) -> str:
+    return next(name for name, found in MODULES.items() if found == path)
 
 
 def test_the_import_reader_reads():
@@ -81,10 +87,10 @@ def test_the_import_reader_reads():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_one_way(path):
-    part = part_of(path)
-    assert part in RANK or not part, f"say in LAYERS where cct/{part} stands"
+    part = part_of(module_of(path))
+    assert part in RANK or part in ("", "tools"), f"say in LAYERS where cct.{part} stands"
     for module, line, outside in imports(path):
-        name = module.split(".")[1] if module.startswith("cct.") else ""
+        name = part_of(module)
         if name in RANK and name != part:
             where = f"{path}:{line} imports {module}"
             assert part or not outside, f"{where}: importing cct imports no part of it"
@@ -105,9 +111,7 @@ def test_no_import_circle_not_even_of_types():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_knobs_need_no_torch(path):
-    if part_of(path) in ("training", "study", "report", "conformance", "replay", "fidelity"):
-        return
-    if path.name in TENSOR_FILES or path.parent.name == "functional":
+    if part_of(module_of(path)) in FREE or path.name in TENSOR_FILES or path.parent.name == "functional":
         return
     heavy = [
         f"{path}:{line} imports {module}"
@@ -118,4 +122,4 @@ def test_knobs_need_no_torch(path):
 
 
 def test_every_axis_is_there():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "training"}
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "training", "tools"}

@@ -14,10 +14,10 @@ from conftest import make_rollout
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 import cct.recipe  # noqa: F401  (registers every axis)
-from cct.conformance import AXES, check
 from cct.critic import Critic
 from cct.registry import REGISTRIES, Component, Knobs
 from cct.rollout import Statistic, TokenEntropy
+from cct.tools.conformance import AXES, check
 from cct.transport import Gate, Transport, gates, transports
 
 NAN, INF = float("nan"), float("inf")

@@ -62,7 +62,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cct.conformance import check
+from cct.tools.conformance import check
 from cct.loading import load_recipe
 from cct.rollout import Rollout
 
