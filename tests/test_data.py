@@ -25,8 +25,8 @@ from cct.task.fields import lookup, text_of
 from cct.task.files import JsonLines, Parquet
 from cct.task.huggingface import Datasets
 from cct.training.building import build
+from cct.training.processes import Ranks
 from cct.training.prompts import training_prompts
-from cct.training.ranks import Ranks
 from cct.training.stopped import TrainingStopped
 
 

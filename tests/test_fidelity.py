@@ -33,8 +33,8 @@ from cct.tools.fidelity.scores import (
     with_interval,
 )
 from cct.tools.fidelity.table import summary
+from cct.training.building import restore
 from cct.training.folder import checkpoints
-from cct.training.restore import restore
 from cct.training.sampler import Row, Sampler
 from cct.transport import transports
 

@@ -15,8 +15,8 @@ from cct.evidence.shape import Format, Length
 from cct.policy.generation import Completion
 from cct.rollout import Prompt, Response
 from cct.training.building import build
-from cct.training.failures import Failures
-from cct.training.ranks import Ranks
+from cct.training.judge import Failures
+from cct.training.processes import Ranks
 
 
 def said(text: str, tokens: int = 2) -> Response:

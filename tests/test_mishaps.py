@@ -32,9 +32,9 @@ from cct.training.building import build
 from cct.training.export import export
 from cct.training.folder import checkpoints, read_lines, read_metrics
 from cct.training.judge import judge
+from cct.training.processes import strategy_of
 from cct.training.run import resume, start
 from cct.training.stopped import TrainingStopped
-from cct.training.strategies import strategy_of
 from cct.training.warm_start import warm_start
 
 

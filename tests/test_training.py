@@ -28,7 +28,7 @@ from cct.training.export import export
 from cct.training.folder import checkpoints, new_folder, read_metrics
 from cct.training.judge import judge
 from cct.training.minibatches import CriticBatch, PolicyBatch
-from cct.training.ranks import Ranks
+from cct.training.processes import Ranks
 from cct.training.run import evaluate_run, resume, start, train
 from cct.training.sampler import Sampler
 from cct.training.stopped import TrainingStopped

@@ -25,8 +25,8 @@ from cct.signals import Ending, Interrupted
 
 from .folder import checkpoints, drop_lines_after
 from .loop import Iteration, Loop
+from .processes import Ranks
 from .profile import Profile
-from .ranks import Ranks
 from .rollouts import drop_after, store
 
 
