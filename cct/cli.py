@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from cct import __version__
-from cct.files import NO_ROOM, WriteError
-from cct.signals import Interrupted, answered
-from cct.terminal import encode_anything, printable, say
+from cct.system.files import NO_ROOM, WriteError
+from cct.system.signals import Interrupted, answered
+from cct.system.terminal import encode_anything, printable, say
 
 AXES = ("task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry")
 
@@ -425,7 +425,7 @@ def _numbers(text: str) -> list[int]:
 def _eval(arguments: argparse.Namespace) -> int:
     import json
 
-    from cct.files import write_text
+    from cct.system.files import write_text
     from cct.training.folder import must_be_trained
 
     must_be_trained(arguments.run)  # before torch is imported

@@ -11,12 +11,12 @@ from pydantic_core import PydanticCustomError
 from cct.critic import Critic, critics
 from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries
-from cct.plain_yaml import index_or_name
 from cct.policy import Generation, Policy, engines, policies
 from cct.registry import REGISTRIES, Component, Knobs, children
 from cct.rollout import Prompt
+from cct.system.plain_yaml import index_or_name
+from cct.system.terminal import shortened
 from cct.task import Task, tasks
-from cct.terminal import shortened
 from cct.transport import Transport, Wrapper, transports
 
 MOST_PROBLEMS, MOST_CHARACTERS = 20, 2000  # of a recipe, and of one of them

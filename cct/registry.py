@@ -40,8 +40,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from cct.plain_yaml import Unreadable, read_file
-from cct.terminal import shortened
+from cct.system.plain_yaml import Unreadable, read_file
+from cct.system.terminal import shortened
 
 _SCALARS = ("int", "float", "bool", "str")
 

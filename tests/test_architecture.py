@@ -11,7 +11,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 AXES = ("evidence", "transport", "critic", "geometry", "task", "policy")
 LAYERS = [
-    ("plain_yaml", "terminal", "patterns", "files", "signals"),
+    ("system",),
     ("registry",),
     ("tensors",),
     ("rollout", "handover"),
@@ -29,7 +29,7 @@ LAYERS = [
 ]
 MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-ONLY = {"tools.report": {"plain_yaml", "files", "registry", "rollout"}}  # reads files and the values that flow
+ONLY = {"tools.report": {"system", "registry", "rollout"}}  # reads files and the values that flow
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
@@ -122,4 +122,4 @@ def test_knobs_need_no_torch(path):
 
 
 def test_every_axis_is_there():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "training", "tools"}
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "training", "tools", "system"}

@@ -321,7 +321,7 @@ def print_plan(recipe: Recipe, gpu: str | None) -> int:
     """Print the plan. Returns 0 where it fits the GPU or none is named, 1 where it does not."""
     from rich.table import Table
 
-    from cct.terminal import make_console, say
+    from cct.system.terminal import make_console, say
 
     memory = gpu_memory(gpu) if gpu is not None else None
     found, training = plan(recipe, memory), recipe.training

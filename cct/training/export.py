@@ -17,11 +17,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cct.files import damage, whole
 from cct.policy import Policy, end_tokens, policies
 from cct.policy.weights import add_lora, save, shapes
 from cct.preflight import message_of
 from cct.recipe import Recipe, RecipeError
+from cct.system.files import damage, whole
 
 from .folder import checkpoints, load_run, must_be_run
 

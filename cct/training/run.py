@@ -19,12 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from cct.evidence import close_workers
-from cct.files import LOCK, SUMS, WriteError, damage, remove, write_text, writing
 from cct.loading import dump_recipe
 from cct.recipe import LightningCallback, Recipe, RecipeError
 from cct.registry import error_text, run_file
-from cct.signals import Ending, answered
-from cct.terminal import say
+from cct.system.files import LOCK, SUMS, WriteError, damage, remove, write_text, writing
+from cct.system.signals import Ending, answered
+from cct.system.terminal import say
 
 from .building import build, without_warm_start
 from .callbacks import Display, JsonLinesLogger, Recorder
