@@ -60,7 +60,7 @@ def train(
     has to end early, its checkpoints stay; WriteError where a file cannot be written.
     """
     from cct.preflight import preflight
-    from cct.terminal import make_console
+    from cct.system.terminal import make_console
     from cct.training.run import start
 
     recipe = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
@@ -87,7 +87,7 @@ def resume(
     overrides: changes of its recipe, `["training.iterations=60"]`. recipe: in place of the run's own.
     Raises RecipeError, and leaves the folder as it is, where the run cannot be resumed; further errors as `train`.
     """
-    from cct.terminal import make_console
+    from cct.system.terminal import make_console
     from cct.training import run as training
 
     folder = _folder(run)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from cct import __version__
-from cct.files import NO_ROOM, WriteError
-from cct.signals import Interrupted, answered
-from cct.terminal import encode_anything, printable, say
+from cct.system.files import NO_ROOM, WriteError
+from cct.system.signals import Interrupted, answered
+from cct.system.terminal import encode_anything, printable, say
 
 AXES = ("task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry")
 
@@ -348,22 +348,22 @@ def _look_deep(path: str, recipe) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from cct.explain import explain
+    from cct.tools.explain import explain
 
     return explain(_checked(arguments.recipe, arguments.set))
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     from cct.loading import load_recipe
-    from cct.plan import print_plan
+    from cct.tools.plan import print_plan
 
     return print_plan(load_recipe(arguments.recipe, arguments.set), arguments.gpu)
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    from cct.catalogue import catalogue, default_of
     from cct.recipe import RecipeError
     from cct.registry import REGISTRIES, did_you_mean, load_entry_points
+    from cct.tools.catalogue import catalogue, default_of
 
     if arguments.markdown:
         say(catalogue(AXES), end="")
@@ -390,7 +390,7 @@ def _ls(arguments: argparse.Namespace) -> int:
 
 
 def _check_operator(arguments: argparse.Namespace) -> int:
-    from cct.conformance.report import print_verdicts
+    from cct.tools.conformance.report import print_verdicts
 
     return print_verdicts(arguments.operator, arguments.axis, arguments.set, arguments.examples)
 
@@ -409,7 +409,7 @@ def _schema(arguments: argparse.Namespace) -> int:
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    from cct.scaffold import new_transport
+    from cct.tools.scaffold import new_transport
 
     for path in new_transport(arguments.name, Path.cwd()):
         say(f"wrote {path}")
@@ -425,7 +425,7 @@ def _numbers(text: str) -> list[int]:
 def _eval(arguments: argparse.Namespace) -> int:
     import json
 
-    from cct.files import write_text
+    from cct.system.files import write_text
     from cct.training.folder import must_be_trained
 
     must_be_trained(arguments.run)  # before torch is imported
@@ -450,7 +450,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     from cct.training.folder import must_be_run
 
     must_be_run(arguments.run)
-    from cct.replay import print_replay
+    from cct.tools.replay import print_replay
 
     return print_replay(
         arguments.run, arguments.transport, arguments.plugin, save=arguments.save, trust=arguments.trust_plugins
@@ -459,8 +459,8 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from cct.recipe import RecipeError
-    from cct.report.read import ReportError
-    from cct.report.write import write_report
+    from cct.tools.report.read import ReportError
+    from cct.tools.report.write import write_report
 
     for source in arguments.source:  # the page reads files only, so what it shows of tokens is written first
         stored, tokens = [*(source / "rollouts").glob("*.safetensors")], source / "tokens.json"
@@ -468,7 +468,7 @@ def _report(arguments: argparse.Namespace) -> int:
             raise RecipeError(f"{source}: --transport needs a run's stored rollouts, and there are none")
         written = tokens.stat().st_mtime if tokens.is_file() else 0.0
         if stored and (arguments.transport or written < max(path.stat().st_mtime for path in stored)):
-            from cct.replay import save_tokens
+            from cct.tools.replay import save_tokens
 
             save_tokens(source, arguments.transport, arguments.plugin, trust=arguments.trust_plugins)
     try:
@@ -490,7 +490,7 @@ def _fidelity(arguments: argparse.Namespace) -> int:
     from cct.registry import install
 
     try:
-        from cct.fidelity.table import print_fidelity
+        from cct.tools.fidelity.table import print_fidelity
         from cct.training.stopped import TrainingStopped
     except ModuleNotFoundError as error:
         if error.name != "scipy":
@@ -516,7 +516,7 @@ def _fidelity(arguments: argparse.Namespace) -> int:
 
 
 def _study(arguments: argparse.Namespace) -> int:
-    from cct.study.command import command
+    from cct.tools.study.command import command
 
     return command(arguments.action, arguments.study, arguments.set, arguments.studies, retry=arguments.retry)
 

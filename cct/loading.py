@@ -18,8 +18,6 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from cct import plain_yaml
-from cct.plain_yaml import MOST_LEVELS, NEVER_WRITTEN, Key, Unreadable, index_or_name, read_file
 from cct.recipe import Plugin, Recipe, RecipeError
 from cct.registry import (
     REGISTRIES,
@@ -32,7 +30,9 @@ from cct.registry import (
     load_plugin,
     no_exit,
 )
-from cct.terminal import shortened
+from cct.system import plain_yaml
+from cct.system.plain_yaml import MOST_LEVELS, NEVER_WRITTEN, Key, Unreadable, index_or_name, read_file
+from cct.system.terminal import shortened
 
 K = TypeVar("K", bound=Knobs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -10,12 +11,12 @@ from pydantic_core import PydanticCustomError
 from cct.critic import Critic, critics
 from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries
-from cct.plain_yaml import index_or_name
 from cct.policy import Generation, Policy, engines, policies
-from cct.registry import REGISTRIES, Component, Knobs
+from cct.registry import REGISTRIES, Component, Knobs, children
 from cct.rollout import Prompt
+from cct.system.plain_yaml import index_or_name
+from cct.system.terminal import shortened
 from cct.task import Task, tasks
-from cct.terminal import shortened
 from cct.transport import Transport, Wrapper, transports
 
 MOST_PROBLEMS, MOST_CHARACTERS = 20, 2000  # of a recipe, and of one of them
@@ -210,24 +211,13 @@ class Recipe(Knobs):
     @property
     def parts(self) -> dict[str, Component]:
         """Every component by its place, gates inside transports and frozen evaluation sets included."""
-        found: dict[str, Component] = {}
 
-        def add(place: str, value: Any) -> None:
-            if isinstance(value, list):
-                for index, item in enumerate(value):
-                    add(f"{place}.{index}", item)
-            elif isinstance(value, dict):
-                for key, item in value.items():
-                    add(f"{place}.{key}", item)
-            elif isinstance(value, Knobs):
-                if isinstance(value, Component):
-                    found[place] = value
-                for name in type(value).model_fields:
-                    add(f"{place}.{name}", getattr(value, name))
+        def below(knobs: Knobs, place: str = "") -> Iterator[tuple[str, Component]]:
+            for where, part in children(knobs, place):
+                yield where, part
+                yield from below(part, where)
 
-        for name in type(self).model_fields:
-            add(name, getattr(self, name))
-        return found
+        return dict(below(self))
 
     @property
     def reward_bounds(self) -> tuple[float, float]:

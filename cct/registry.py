@@ -40,8 +40,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
-from cct.plain_yaml import Unreadable, read_file
-from cct.terminal import shortened
+from cct.system.plain_yaml import Unreadable, read_file
+from cct.system.terminal import shortened
 
 _SCALARS = ("int", "float", "bool", "str")
 
@@ -144,13 +144,15 @@ def did_you_mean(kind: str, name: str, known: Iterable[str]) -> str:
 class Component(Knobs):
     """A frozen set of knobs that is itself the operator."""
 
+    axis: ClassVar[str] = ""
+    """The registry of its base class."""
     use: ClassVar[str] = ""
     """The name it is registered under."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """What another part of the recipe must provide, for example `values`."""
-        return frozenset()
+        """What another part of the recipe must provide, for example `values`; by default what its children need."""
+        return frozenset().union(*(part.needs for _, part in children(self)))
 
     @property
     def provides(self) -> frozenset[str]:
@@ -164,8 +166,9 @@ class Component(Knobs):
 
     @property
     def waives(self) -> dict[str, str]:
-        """Properties of the conformance suite that it gives up, and why; the suite says which can be."""
-        return {}
+        """Properties of the conformance suite that it gives up, and why; by default those of its children. The suite says which
+        can be."""
+        return {name: f"{part.axis} '{part.use}': {why}" for _, part in children(self) for name, why in part.waives.items()}
 
     def ready(self) -> None:
         """Raises ValueError where it cannot work here, for want of a library or a file; `cct check` and `cct run` ask first."""
@@ -197,6 +200,19 @@ class Component(Knobs):
         return path
 
 
+def children(value: Any, place: str = "") -> Iterator[tuple[str, Component]]:
+    """Components among knobs, in their lists and mappings too, with their places; a component's own children are not walked."""
+    if isinstance(value, Knobs):
+        value = {name: item for name, item in vars(value).items() if name in type(value).model_fields}
+    if isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            where = f"{place}.{key}" if place else str(key)
+            if isinstance(item, Component):
+                yield where, item
+            else:
+                yield from children(item, where)
+
+
 C = TypeVar("C", bound=Component)
 REGISTRIES: dict[str, Registry[Any]] = {}
 
@@ -209,7 +225,7 @@ class Registry(Generic[C]):
     """
 
     def __init__(self, axis: str, base: type[C], *, keeps_shared: bool = False):
-        self.axis = axis
+        self.axis = base.axis = axis
         self.base = base
         self.keeps_shared = keeps_shared
         self._classes: dict[str, type[C]] = {}

@@ -30,6 +30,9 @@ Message = dict[str, str]
 # Whose ratio of trainer to engine counts at a token: its own, that of the tokens after it.
 RatioScope = frozenset[Literal["own", "later"]]
 
+# How losses per token become one: see `geometry.aggregate`.
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_over_constant"]
+
 
 @dataclass(frozen=True)
 class Prompt:

@@ -1,6 +1,7 @@
 """The dependency direction, read off the import statements, and that knobs need no torch."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 AXES = ("evidence", "transport", "critic", "geometry", "task", "policy")
 LAYERS = [
-    ("plain_yaml", "terminal", "patterns", "files", "signals"),
+    ("system",),
     ("registry",),
     ("tensors",),
     ("rollout", "handover"),
@@ -19,22 +20,25 @@ LAYERS = [
     ("loading",),
     ("audit",),
     ("preflight",),
-    ("training", "explain", "scaffold", "catalogue"),
-    ("study", "plan", "conformance", "replay", "fidelity"),
-    ("report",),
+    ("training",),
+    ("tools.explain", "tools.scaffold", "tools.catalogue", "tools.memory"),
+    ("tools.study", "tools.plan", "tools.conformance", "tools.replay", "tools.fidelity"),
+    ("tools.report",),
     ("api",),
     ("cli",),
 ]
+MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-ONLY = {"report": {"plain_yaml", "files", "registry", "rollout"}}  # reads files and the values that flow
+ONLY = {"tools.report": {"system", "registry", "rollout"}}  # reads files and the values that flow
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
+FREE = {"training", *(f"tools.{name}" for name in ("study", "report", "conformance", "replay", "fidelity", "memory"))}
 TENSOR_FILES = {"tensors.py", "functional.py", "towers.py", "agent.py", "attention.py", "head.py", "sampling.py", "weights.py"}
 
 
-def imports(path: Path) -> list[tuple[str, int, bool]]:
-    """(absolute module, line, at module level) of every import that runs; those for type checkers only do not."""
+def imports(path: Path, types: bool = False) -> list[tuple[str, int, bool]]:
+    """(absolute module, line, at module level) of every import that runs; those for type checkers where types."""
     package = path.relative_to(PACKAGE.parent).with_suffix("").parts[:-1]
     found: list[tuple[str, int, bool]] = []
 
@@ -44,9 +48,10 @@ def imports(path: Path) -> list[tuple[str, int, bool]]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*base, *([node.module] if node.module else [])])
-            names = [f"{module}.{alias.name}" for alias in node.names] if module in ("cct", "") else [module]
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES or module == "cct" else module for name in names]
             found.extend((name, node.lineno, outside) for name in names)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and not types:
             for child in node.orelse:
                 walk(child, outside)
         else:
@@ -58,10 +63,19 @@ def imports(path: Path) -> list[tuple[str, int, bool]]:
     return found
 
 
-def part_of(path: Path) -> str:
-    """`transport` for cct/transport/gae.py, `cli` for cct/cli.py, empty for cct/__init__.py."""
-    first = path.relative_to(PACKAGE).with_suffix("").parts[0]
-    return "" if first == "__init__" else first
+def depends_on(modules: dict[str, Path], name: str) -> set[str]:
+    """Modules that one of them imports anywhere, in functions and for type checkers too."""
+    return {found for found, _, _ in imports(modules[name], types=True) if found in modules} - {name}
+
+
+def part_of(module: str) -> str:
+    """`transport` for cct.transport.gae, `tools.plan` for cct.tools.plan, empty for cct itself and for other packages."""
+    package, *words = module.split(".")
+    return ".".join(words[: 2 if words[0] == "tools" else 1]) if package == "cct" and words else ""
+
+
+def module_of(path: Path) -> str:
+    return next(name for name, found in MODULES.items() if found == path)
 
 
 def test_the_import_reader_reads():
@@ -73,10 +87,10 @@ def test_the_import_reader_reads():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_one_way(path):
-    part = part_of(path)
-    assert part in RANK or not part, f"say in LAYERS where cct/{part} stands"
+    part = part_of(module_of(path))
+    assert part in RANK or part in ("", "tools"), f"say in LAYERS where cct.{part} stands"
     for module, line, outside in imports(path):
-        name = module.split(".")[1] if module.startswith("cct.") else ""
+        name = part_of(module)
         if name in RANK and name != part:
             where = f"{path}:{line} imports {module}"
             assert part or not outside, f"{where}: importing cct imports no part of it"
@@ -86,11 +100,18 @@ def test_imports_point_one_way(path):
             assert name in ONLY.get(part, RANK), f"{where}; it may import {ONLY[part]} only"
 
 
+def test_no_import_circle_not_even_of_types():
+    graph = {name: depends_on(MODULES, name) for name in MODULES}
+    assert graph["cct.policy.generation"] >= {"cct.policy.base", "cct.registry"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"an import circle: {' -> '.join(reversed(error.args[1]))}")
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_knobs_need_no_torch(path):
-    if part_of(path) in ("training", "study", "report", "conformance", "replay", "fidelity"):
-        return
-    if path.name in TENSOR_FILES or path.parent.name == "functional":
+    if part_of(module_of(path)) in FREE or path.name in TENSOR_FILES or path.parent.name == "functional":
         return
     heavy = [
         f"{path}:{line} imports {module}"
@@ -101,4 +122,4 @@ def test_knobs_need_no_torch(path):
 
 
 def test_every_axis_is_there():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "training"}
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "training", "tools", "system"}

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import cct.recipe  # noqa: F401  (registers every axis)
 from cct.cli import AXES, main
-from cct.conformance import check, properties
 from cct.critic import Critic
 from cct.critic.towers import Head, Tower
 from cct.evidence import Evidence
@@ -25,6 +24,7 @@ from cct.geometry import Geometry
 from cct.geometry.functional import ppo_clip_loss
 from cct.registry import Component
 from cct.rollout import Credit, Rollout
+from cct.tools.conformance import check, properties
 from cct.transport import Gate, Transport, gates, transports, whiten
 
 ROOT = Path(__file__).parents[1]

@@ -18,13 +18,13 @@ from rich.console import Console
 from test_training import RECIPES, TINY, TINY_CHAIN, TINY_CRITIC, assert_same_tensors, final_state, tiny
 
 from cct.cli import main
-from cct.files import SUMS, WriteError, append, damage, forget, kept, locked, sweep, whole, write_text
 from cct.loading import dump_recipe
 from cct.recipe import RecipeError
-from cct.signals import GRACE, Ending, Interrupted, answered
+from cct.system.files import SUMS, WriteError, append, damage, forget, kept, locked, sweep, whole, write_text
+from cct.system.signals import GRACE, Ending, Interrupted, answered
+from cct.training.building import restore
 from cct.training.export import export, quiet, tensors_only, unreadable
 from cct.training.folder import checkpoints, load_run, only_run, read_metrics, to_resume
-from cct.training.restore import restore
 from cct.training.rollouts import load, stored
 from cct.training.run import evaluate_run, resume, start
 from cct.training.warm_start import warm_start

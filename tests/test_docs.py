@@ -14,8 +14,8 @@ import pytest
 
 import cct.recipe  # noqa: F401  (registers every axis)
 from cct.cli import _parser, main
-from cct.conformance import check
 from cct.registry import REGISTRIES, Component
+from cct.tools.conformance import check
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

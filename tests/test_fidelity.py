@@ -13,8 +13,12 @@ from scipy import stats
 from test_training import run, scattered, tiny
 
 from cct.cli import main
-from cct.fidelity.measure import advantages_at, measure
-from cct.fidelity.scores import (
+from cct.loading import dump_recipe
+from cct.policy.generation import Completion, Engine
+from cct.recipe import Recipe, RecipeError
+from cct.rollout import Prompt, Response
+from cct.tools.fidelity.measure import advantages_at, measure
+from cct.tools.fidelity.scores import (
     Truth,
     bias,
     branched_advantage,
@@ -28,13 +32,9 @@ from cct.fidelity.scores import (
     variance,
     with_interval,
 )
-from cct.fidelity.table import summary
-from cct.loading import dump_recipe
-from cct.policy.sampling import Completion, Engine
-from cct.recipe import Recipe, RecipeError
-from cct.rollout import Prompt, Response
+from cct.tools.fidelity.table import summary
+from cct.training.building import restore
 from cct.training.folder import checkpoints
-from cct.training.restore import restore
 from cct.training.sampler import Row, Sampler
 from cct.transport import transports
 

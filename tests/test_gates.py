@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.testing import assert_close
 
-from cct.conformance import check
 from cct.geometry import geometries
 from cct.rollout import Credit, Rollout, TokenEntropy
+from cct.tools.conformance import check
 from cct.training.agent import Agent
 from cct.transport import Gate, gates, transports
 

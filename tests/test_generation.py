@@ -9,8 +9,9 @@ from conftest import MODELS, tiny_model
 from test_training import tiny
 
 from cct.policy import end_tokens
-from cct.policy.generation import Auto, Transformers
-from cct.policy.sampling import Engine, exponential
+from cct.policy.builtin import Auto, Transformers
+from cct.policy.generation import Engine
+from cct.policy.sampling import exponential
 from cct.policy.weights import add_lora, named_weights
 from cct.training.building import build
 

@@ -10,12 +10,11 @@ from cct.evidence import Evidence, close_workers, evidences
 from cct.evidence.exact_match import ExactMatch
 from cct.evidence.python import PythonFunction
 from cct.evidence.shape import Format, Length
-from cct.policy.sampling import Completion
+from cct.policy.generation import Completion
 from cct.rollout import Prompt, Response
 from cct.training.building import build
 from cct.training.evaluation import evaluate, evaluate_sampled
-from cct.training.failures import Failures
-from cct.training.judge import judge
+from cct.training.judge import Failures, judge
 from cct.training.sampler import Sampler
 
 

@@ -23,18 +23,18 @@ from cct.cli import main
 from cct.evidence import Evidence, close_workers, plain
 from cct.evidence.python import PythonFunction
 from cct.loading import dump_recipe, load_recipe
-from cct.plan import plan
 from cct.preflight import preflight
 from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response
 from cct.task.chain_arithmetic import ChainArithmetic
+from cct.tools.plan import plan
 from cct.training.building import build
 from cct.training.export import export
 from cct.training.folder import checkpoints, read_lines, read_metrics
 from cct.training.judge import judge
+from cct.training.processes import strategy_of
 from cct.training.run import resume, start
 from cct.training.stopped import TrainingStopped
-from cct.training.strategies import strategy_of
 from cct.training.warm_start import warm_start
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from cct.patterns import Pattern, last_match, matches
+from cct.system.patterns import Pattern, last_match, matches
 
 
 def test_the_last_match_counts():

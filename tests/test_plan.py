@@ -14,10 +14,10 @@ from transformers import LlamaConfig, Qwen3Config
 
 from cct.cli import main
 from cct.loading import load_recipe
-from cct.plan import GB, GPU_FIXED, GPUS, gpu_memory, plan
 from cct.policy import engines
 from cct.recipe import RecipeError
-from cct.training.memory import Live, footprint
+from cct.tools.memory import Live, footprint
+from cct.tools.plan import GB, GPU_FIXED, GPUS, gpu_memory, plan
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,7 +71,7 @@ else:
 """
 PLANNED = """
 import sys
-from cct.plan import plan
+from cct.tools.plan import plan
 from cct.loading import load_recipe
 print("peak", plan(load_recipe(sys.argv[1], sys.argv[2:])).peak)
 """

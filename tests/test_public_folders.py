@@ -17,13 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Gemm
 from cct.loading import load_recipe
 from cct.policy import end_tokens, policies
 from cct.policy.base import encode_prompt
-from cct.policy.generation import Transformers
+from cct.policy.builtin import Transformers
 from cct.policy.weights import named_weights, save
 from cct.recipe import RecipeError
 from cct.training.building import build
-from cct.training.export import export
+from cct.training.export import export, rehearse
 from cct.training.folder import new_folder, read_metrics
-from cct.training.rehearsal import rehearse
 from cct.training.run import start, train
 from cct.training.stopped import TrainingStopped
 

@@ -14,7 +14,7 @@ from test_training import collected, run, tiny
 
 from cct.cli import main
 from cct.recipe import Logging, RecipeError
-from cct.replay import Sums, compare
+from cct.tools.replay import Sums, compare
 from cct.training.rollouts import drop_after, load, store, stored
 from cct.training.run import resume
 

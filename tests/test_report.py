@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from test_training import run, tiny
 
 from cct.cli import main
-from cct.report.page import Table
-from cct.report.read import ReportError, read_lines, read_run
-from cct.report.runs import precise
-from cct.report.svg import Interval, Series, _apart, forest, heat_map, lines, number, slopes, stacked, ticks
-from cct.report.tokens import Pane, token_view
-from cct.report.write import write_report
+from cct.tools.report.page import Table
+from cct.tools.report.read import ReportError, read_lines, read_run
+from cct.tools.report.runs import precise
+from cct.tools.report.svg import Interval, Series, _apart, forest, heat_map, lines, number, slopes, stacked, ticks
+from cct.tools.report.tokens import Pane, token_view
+from cct.tools.report.write import write_report
 
 VOID = {"meta", "input", "br"}
 NASTY = "<script>alert('x')</script> & \"</style>|"

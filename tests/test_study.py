@@ -15,10 +15,10 @@ from rich.console import Console
 from cct.loading import load_recipe
 from cct.policy import WARM_START_SEED
 from cct.recipe import RecipeError
-from cct.study.command import command
-from cct.study.runner import submit_cells, works_of, write_recipes
-from cct.study.study import Cell, load_study, look_at_data
-from cct.study.summary import summarise, write
+from cct.tools.study.command import command
+from cct.tools.study.runner import submit_cells, works_of, write_recipes
+from cct.tools.study.study import Cell, load_study, look_at_data
+from cct.tools.study.summary import summarise, write
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"

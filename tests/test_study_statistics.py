@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from cct.study.statistics import (
+from cct.tools.study.statistics import (
     area_under_curve,
     estimate,
     final_mean,

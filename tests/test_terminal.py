@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from cct.terminal import make_console, printable, shortened
+from cct.system.terminal import make_console, printable, shortened
 
 ROOT = Path(__file__).parents[1]
 ODD = "[/] [bold]x[/bold] :smile: \x1b[31mred\x07\r\x9b"

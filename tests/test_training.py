@@ -19,16 +19,16 @@ from cct.cli import main
 from cct.evidence import Evidence, close_workers
 from cct.evidence.exact_match import ExactMatch
 from cct.evidence.python import PythonFunction
-from cct.files import WriteError
 from cct.loading import dump_recipe, load_recipe
 from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response, derive_seed
+from cct.system.files import WriteError
 from cct.training.building import build
 from cct.training.export import export
 from cct.training.folder import checkpoints, new_folder, read_metrics
 from cct.training.judge import judge
 from cct.training.minibatches import CriticBatch, PolicyBatch
-from cct.training.ranks import Ranks
+from cct.training.processes import Ranks
 from cct.training.run import evaluate_run, resume, start, train
 from cct.training.sampler import Sampler
 from cct.training.stopped import TrainingStopped

@@ -9,8 +9,8 @@ from public_folders import write_public
 from test_training import run, tiny
 
 from cct.policy import policies
-from cct.policy.generation import VLLM
-from cct.policy.sampling import EngineError, VLLMEngine
+from cct.policy.generation import EngineError
+from cct.policy.vllm import VLLM, VLLMEngine
 from cct.policy.weights import add_lora, named_weights
 from cct.training.building import build
 from cct.training.folder import read_metrics

@@ -43,12 +43,12 @@ class MiniCritics(Critic):
         return self
 
     @property
-    def needs(self) -> frozenset[str]:
-        return self.of.needs
-
-    @property
     def provides(self) -> frozenset[str]:
         return frozenset({"values", "disagreement"})
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {}  # what is waived is of a critic's head, which the ensemble replaces
 
     @property
     def bounded(self) -> bool:
@@ -78,7 +78,7 @@ class GroupCritic(Critic):
 
     @property
     def needs(self) -> frozenset[str]:
-        return self.of.needs | {"groups"}
+        return super().needs | {"groups"}
 
     @property
     def provides(self) -> frozenset[str]:

@@ -6,8 +6,8 @@ import re
 
 from pydantic import Field
 
-from cct.patterns import Pattern, last_match
 from cct.rollout import Prompt, Response
+from cct.system.patterns import Pattern, last_match
 
 from .base import Evidence, evidences
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from cct.patterns import Pattern, last_match
 from cct.registry import optional
 from cct.rollout import Prompt, Response
+from cct.system.patterns import Pattern, last_match
 
 from .base import Evidence, evidences
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from cct.patterns import Pattern, matches
 from cct.rollout import Prompt, Response
+from cct.system.patterns import Pattern, matches
 
 from .base import Evidence, evidences
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from cct.registry import Component, Registry
-from cct.rollout import RatioScope
+from cct.rollout import Aggregation, RatioScope
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum_over_constant"]
 Grain = Literal["token", "sequence"]
 
 

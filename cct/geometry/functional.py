@@ -7,9 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cct.rollout import Aggregation
 from cct.tensors import operator
-
-from .base import Aggregation
 
 # exp(20) is finite in float32 and far beyond any clip bound; larger log-ratios would overflow to inf and then to NaN.
 MAX_LOG_RATIO = 20.0

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from cct.rollout import RatioScope
+from cct.rollout import Aggregation, RatioScope
 
-from .base import Aggregation, Geometry, Grain, geometries
+from .base import Geometry, Grain, geometries
 
 if TYPE_CHECKING:
     from torch import Tensor

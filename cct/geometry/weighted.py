@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from cct.rollout import RatioScope
+from cct.rollout import Aggregation, RatioScope
 
-from .base import Aggregation, Geometry, geometries
+from .base import Geometry, geometries
 
 if TYPE_CHECKING:
     from torch import Tensor

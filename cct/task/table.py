@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cct.patterns import Pattern, last_match
 from cct.rollout import Message, Prompt
+from cct.system.patterns import Pattern, last_match
 
 from .base import Task, same
 from .fields import MISSING, conversation, is_conversation, lookup, names, question, text_of

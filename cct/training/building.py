@@ -1,12 +1,14 @@
-"""A recipe's models at their starting point."""
+"""A recipe's models: at their starting point, and as they were at a checkpoint."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cct.audit import drawn
 from cct.policy import Shape
@@ -16,6 +18,9 @@ from cct.recipe import Recipe, RecipeError
 from cct.rollout import derive_seed
 
 from .agent import Agent
+from .export import checkpoint_of
+from .folder import load_run
+from .loop import STATE
 from .prompts import encode, fitting
 from .warm_start import warm_start
 
@@ -24,7 +29,7 @@ def build(
     recipe: Recipe,
     report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
     say: Callable[[str], None] = print,
-) -> tuple[Agent, PreTrainedTokenizerBase, PreTrainedModel | None]:
+) -> tuple[Agent, Tokenizer, PreTrainedModel | None]:
     """Agent at its starting point, tokenizer, and the reference model where a part needs one.
 
     report: of a warm start, called with (step, steps, loss). say: called with a line for the user.
@@ -67,7 +72,7 @@ def build(
     return agent, tokenizer, reference
 
 
-def _measure(recipe: Recipe, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
+def _measure(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
     """Find prompts that are too long before the run. Raises TrainingStopped where it cannot go on with them."""
     for name, prompts in (("training", drawn(recipe)), ("held-out", recipe.task.held_out())):
         kept = fitting(recipe, actor, tokenizer, prompts)
@@ -76,3 +81,27 @@ def _measure(recipe: Recipe, actor: PreTrainedModel, tokenizer: PreTrainedTokeni
         encode(recipe, actor, tokenizer, kept)
         if len(kept) < len(prompts):
             say(f"{len(prompts) - len(kept)} of {len(prompts)} {name} prompts are too long and left out (overlong: drop)")
+
+
+def restore(
+    run: Path, iteration: int | None = None, *, trust: bool = False
+) -> tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]:
+    """A run as it was after an iteration (default: its newest checkpoint): its recipe, policy and critic, tokenizer, running
+    moments, and the iteration. trust: run plug-ins without a recorded SHA-256. Raises RecipeError where there is no such
+    checkpoint, or it is a folder of DeepSpeed's.
+    """
+    checkpoint = checkpoint_of(run, iteration)
+    if checkpoint.is_dir():
+        raise RecipeError(f"{checkpoint}: a critic cannot be read from a checkpoint of DeepSpeed's yet")
+    recipe = load_run(run, trust=trust)
+    agent, tokenizer, _ = build(without_warm_start(recipe))
+    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    agent.load_state_dict({name.removeprefix("agent."): weight for name, weight in saved["state_dict"].items()})
+    return recipe, agent, tokenizer, saved[STATE]["moments"], int(checkpoint.stem)
+
+
+def without_warm_start(recipe: Recipe) -> Recipe:
+    """To build a policy whose weights a checkpoint replaces; a reference model still starts from the warm start."""
+    if recipe.needs("reference"):
+        return recipe
+    return recipe.model_copy(update={"policy": recipe.policy.model_copy(update={"warm_start": None})})

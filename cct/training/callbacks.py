@@ -17,16 +17,16 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from cct.files import WriteError, append, forget, kept, remove, write_text, writing
 from cct.loading import dump_recipe
 from cct.policy.weights import save
 from cct.recipe import Recipe
-from cct.signals import Ending, Interrupted
+from cct.system.files import WriteError, append, forget, kept, remove, write_text, writing
+from cct.system.signals import Ending, Interrupted
 
 from .folder import checkpoints, drop_lines_after
 from .loop import Iteration, Loop
+from .processes import Ranks
 from .profile import Profile
-from .ranks import Ranks
 from .rollouts import drop_after, store
 
 

@@ -26,7 +26,7 @@ from cct.transport.functional import masked_mean_std
 
 from .agent import Agent
 from .minibatches import Plan, forward_plans, trimmed
-from .ranks import Ranks
+from .processes import Ranks
 from .sampler import Row, Sampler
 from .stopped import TrainingStopped, attributed_to
 

@@ -7,8 +7,7 @@ from math import comb
 
 from cct.rollout import Prompt, derive_seed
 
-from .failures import Failures
-from .judge import scores, weigh
+from .judge import Failures, scores, weigh
 from .sampler import Sampler
 from .stopped import TrainingStopped
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cct.files import LOCK, Held, locked, sweep, write_text, writing
 from cct.loading import Source, changes, load_recipe, override, read_yaml, recipe_of, with_bases
 from cct.recipe import Recipe, RecipeError
+from cct.system.files import LOCK, Held, locked, sweep, write_text, writing
 
 # What a resumed run keeps: the weights, what they were made from, and how epochs are counted.
 KEPT = ("name", "seed", "policy", "critic", "training.critic_warmup")

@@ -20,7 +20,7 @@ from .credit import Estimator, random_order
 from .evaluation import evaluate
 from .metrics import rollout_metrics
 from .minibatches import Batch, CriticBatch, CriticData, Plan, forward_plans, origin_of, passes, policy_batches
-from .ranks import Ranks
+from .processes import Ranks
 from .sampler import Row, Sampler
 from .updates import Updates
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from cct.files import whole
+from cct.system.files import whole
 
 from .agent import Agent
 from .minibatches import Batch, PolicyBatch

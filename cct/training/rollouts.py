@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cct.files import damage, forget, kept, remove, write_text
 from cct.recipe import Logging, RecipeError
 from cct.rollout import Rollout
+from cct.system.files import damage, forget, kept, remove, write_text
 
 FULL = "full"  # a file of this name: the limit was reached, nothing is kept from there on
 

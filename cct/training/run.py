@@ -19,24 +19,22 @@ from rich.console import Console
 from rich.table import Table
 
 from cct.evidence import close_workers
-from cct.files import LOCK, SUMS, WriteError, damage, remove, write_text, writing
 from cct.loading import dump_recipe
 from cct.recipe import LightningCallback, Recipe, RecipeError
 from cct.registry import error_text, run_file
-from cct.signals import Ending, answered
-from cct.terminal import say
+from cct.system.files import LOCK, SUMS, WriteError, damage, remove, write_text, writing
+from cct.system.signals import Ending, answered
+from cct.system.terminal import say
 
-from .building import build
+from .building import build, without_warm_start
 from .callbacks import Display, JsonLinesLogger, Recorder
 from .evaluation import evaluate, evaluate_frozen, evaluate_sampled
-from .export import export, newest_readable, quiet
+from .export import export, newest_readable, quiet, rehearse
 from .folder import checkpoints, has_begun, load_run, must_be_trained, new_folder, only_run, read_metrics, to_resume
 from .loop import Loop
+from .processes import OneFile, strategy_of
 from .profile import Profile
-from .rehearsal import rehearse
-from .restore import without_warm_start
 from .sampler import Sampler
-from .strategies import OneFile, strategy_of
 
 
 def start(

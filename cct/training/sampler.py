@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from cct.policy.sampling import Completion, Engine, EngineError
+from cct.policy.generation import Completion, Engine, EngineError
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response, derive_seed
 
-from .failures import Failures
-from .judge import judge
+from .judge import Failures, judge
+from .processes import Ranks
 from .prompts import encode, fitting, training_prompts
-from .ranks import Ranks
 from .stopped import TrainingStopped, attributed_to
 
 State = tuple[int, tuple[int, ...]]  # the number of a prompt within the iteration, and the tokens emitted after it

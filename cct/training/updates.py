@@ -22,7 +22,7 @@ from cct.registry import described
 
 from .agent import Agent
 from .minibatches import Batch, CriticBatch, PolicyBatch
-from .ranks import Ranks
+from .processes import Ranks
 from .stopped import TrainingStopped, attributed_to
 
 FINAL_LEARNING_RATE = 0.1  # share of the actor's learning rate that linear and cosine schedules end with

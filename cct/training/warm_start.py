@@ -16,11 +16,11 @@ import transformers
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from cct.files import WriteError, sweep, whole, writing
 from cct.policy import WARM_START_SEED, Policy, WarmStart
 from cct.policy.attention import tappable
 from cct.policy.weights import save
 from cct.rollout import derive_seed
+from cct.system.files import WriteError, sweep, whole, writing
 from cct.task import Task
 
 

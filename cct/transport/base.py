@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from cct.handover import HandoverError, check, read_only
-from cct.registry import Component, Registry, described
+from cct.registry import Component, Registry, children, described
 from cct.rollout import Credit, RatioScope
 
 if TYPE_CHECKING:
@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     from cct.rollout import Rollout, Statistic
 
 
-class Transport(Component):
+class _Reader(Component):
+    """What transports and gates share."""
+
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        """What to measure in the behaviour forward, by its name in `rollout.stats`; by default what its children ask for."""
+        asking = [part for _, part in children(self) if isinstance(part, _Reader)]
+        return {name: what for part in asking for name, what in part.statistics.items()}
+
+
+class Transport(_Reader):
     """Carries a rollout's rewards back along its tokens."""
 
     reads_policy: ClassVar[bool] = True
@@ -62,11 +72,6 @@ class Transport(Component):
         return frozenset()
 
     @property
-    def statistics(self) -> dict[str, Statistic]:
-        """What to measure in the behaviour forward, by its name in `rollout.stats`."""
-        return {}
-
-    @property
     def least_responses(self) -> int:
         """Responses to one prompt below which every advantage would be 0; the recipe is refused."""
         return 2 if "groups" in self.needs else 1
@@ -84,7 +89,7 @@ class Transport(Component):
         raise NotImplementedError
 
 
-class Gate(Component):
+class Gate(_Reader):
     """A per-token discount in [0, 1], computed from what the rollout knows before each token."""
 
     def __call__(self, rollout: Rollout) -> Tensor:
@@ -102,11 +107,6 @@ class Gate(Component):
         check(self, found, rollout.mask, within=(0.0, 1.0))
         return found
 
-    @property
-    def statistics(self) -> dict[str, Statistic]:
-        """As `Transport.statistics`."""
-        return {}
-
 
 def _fields(rollout: Rollout) -> dict[str, Any]:
     return {f"rollout.{name}": value for name, value in vars(rollout).items()}
@@ -117,18 +117,10 @@ gates: Registry[Gate] = Registry("gate", Gate)
 
 
 class Wrapper(Transport):
-    """A transport that changes another one's advantages token by token, and asks for whatever that one asks for."""
+    """A transport that changes another one's advantages token by token."""
 
     of: Annotated[Transport, transports]
     """The transport whose advantages they are."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.of.needs
-
-    @property
-    def waives(self) -> dict[str, str]:
-        return {name: f"transport '{self.of.use}': {why}" for name, why in self.of.waives.items()}
 
     @property
     def whitens(self) -> Literal["token", "sequence"] | None:
@@ -137,10 +129,6 @@ class Wrapper(Transport):
     @property
     def engine_ratio(self) -> RatioScope:
         return self.of.engine_ratio
-
-    @property
-    def statistics(self) -> dict[str, Statistic]:
-        return self.of.statistics
 
     @property
     def least_responses(self) -> int:

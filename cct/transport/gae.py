@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from cct.rollout import Credit, Rollout, Statistic
+from cct.rollout import Credit, Rollout
 
 from .base import Gate, Transport, gates, transports
 from .gate import AttentionGate
@@ -112,10 +112,6 @@ class CompGAE(LambdaTrace):
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"values"}) | self.gate.needs
-
-    @property
-    def statistics(self) -> dict[str, Statistic]:
-        return self.gate.statistics
 
     @property
     def claims(self) -> frozenset[str]:

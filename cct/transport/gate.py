@@ -30,20 +30,12 @@ class ConstantGate(Gate):
         return self
 
     @property
-    def needs(self) -> frozenset[str]:
-        return self.of.needs if self.of else frozenset()
-
-    @property
-    def statistics(self) -> dict[str, Statistic]:
-        return self.of.statistics if self.of else {}
-
-    @property
     def claims(self) -> frozenset[str]:
         return frozenset() if self.of else frozenset({"split"})
 
     @property
     def waives(self) -> dict[str, str]:
-        return {**self.of.waives, "future": "a control: it has the rate of the whole batch"} if self.of else {}
+        return {**super().waives, "future": "a control: it has the rate of the whole batch"} if self.of else {}
 
     def __call__(self, rollout: Rollout) -> Tensor:
         from cct.tensors import at_least_float32
@@ -234,18 +226,6 @@ class _Several(Gate):
     parts: list[Annotated[Gate, gates]] = Field(default=[AttentionGate(), EntropyGate()], min_length=1)
     """The gates."""
 
-    @property
-    def waives(self) -> dict[str, str]:
-        return {name: f"gate '{gate.use}': {why}" for gate in self.parts for name, why in gate.waives.items()}
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset().union(*(gate.needs for gate in self.parts))
-
-    @property
-    def statistics(self) -> dict[str, Statistic]:
-        return {name: what for gate in self.parts for name, what in gate.statistics.items()}
-
 
 @gates.register("product")
 class ProductGate(_Several):
@@ -287,15 +267,7 @@ class _Control(Gate):
 
     @property
     def waives(self) -> dict[str, str]:
-        return {**self.of.waives, "future": "a control: it moves gates between tokens", **self.breaks}
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.of.needs
-
-    @property
-    def statistics(self) -> dict[str, Statistic]:
-        return self.of.statistics
+        return {**super().waives, "future": "a control: it moves gates between tokens", **self.breaks}
 
 
 @gates.register("shuffle")

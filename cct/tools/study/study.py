@@ -26,11 +26,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from cct.loading import Source, override, read_yaml, recipe_of, validated, with_bases
-from cct.plain_yaml import dump
 from cct.preflight import preflight
 from cct.recipe import Recipe, RecipeError
 from cct.registry import Knobs, did_you_mean
-from cct.terminal import shortened
+from cct.system.plain_yaml import dump
+from cct.system.terminal import shortened
 
 MOST_CELLS = 10_000
 

@@ -22,11 +22,10 @@ from cct.recipe import Recipe, RecipeError
 from cct.registry import PluginError, load_plugin
 from cct.rollout import Credit, Rollout, derive_seed
 from cct.training.agent import Agent
-from cct.training.building import build
+from cct.training.building import build, restore
 from cct.training.credit import Estimator, random_order
 from cct.training.folder import EXPLAINED
 from cct.training.metrics import rollout_metrics
-from cct.training.restore import restore
 from cct.training.sampler import Row, Sampler, State
 from cct.transport import Transport
 

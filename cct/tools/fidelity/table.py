@@ -14,8 +14,8 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from cct.files import write_text
-from cct.terminal import make_console, printable
+from cct.system.files import write_text
+from cct.system.terminal import make_console, printable
 
 from .measure import Measured, measure
 from .scores import LEVEL, SCORES, SURE, ceiling, difference, split_half, true_variance, with_interval

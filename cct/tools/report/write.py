@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cct.files import write_text
+from cct.system.files import write_text
 
 from .read import ReportError
 from .runs import runs_report

@@ -10,7 +10,7 @@ import cct.recipe  # noqa: F401  (registers every axis)
 from cct.loading import read_part
 from cct.recipe import RecipeError
 from cct.registry import REGISTRIES, Component, PluginError, did_you_mean, load_entry_points, load_plugin
-from cct.terminal import say
+from cct.system.terminal import say
 
 from .base import AXES, FAILED, hypothesis
 

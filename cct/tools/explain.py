@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cct.loading import dump_recipe
 from cct.recipe import Recipe, RecipeError
-from cct.terminal import say
+from cct.system.terminal import say
 
 
 def explain(recipe: Recipe) -> int:

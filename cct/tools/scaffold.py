@@ -7,10 +7,10 @@ import keyword
 import re
 from pathlib import Path
 
-from cct.files import WriteError, remove, write_text
-from cct.plain_yaml import load
 from cct.recipe import RecipeError
 from cct.registry import load_entry_points
+from cct.system.files import WriteError, remove, write_text
+from cct.system.plain_yaml import load
 
 TRANSPORT = '''"""A transport of my own."""
 
@@ -62,7 +62,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cct.conformance import check
+from cct.tools.conformance import check
 from cct.loading import load_recipe
 from cct.rollout import Rollout
 

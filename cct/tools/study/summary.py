@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cct.files import whole, write_text
+from cct.system.files import whole, write_text
 from cct.training.folder import EXPLAINED
 
 from .runner import Work

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from cct.files import Held, append, hold, write_text
 from cct.loading import changes, dump_recipe, load_recipe
 from cct.recipe import Recipe, RecipeError
+from cct.system.files import Held, append, hold, write_text
 from cct.training.folder import read_metrics
 
 from .study import Cell, Evaluate, Study

@@ -1,7 +1,7 @@
 """`cct plan`: what a recipe needs of memory, process by process, without loading weights.
 
 Weights, gradients and optimizer states follow from the number of parameters, the strategy and the precision.
-What the passes hold is counted by `training.memory`. Not counted: what kernels take inside, and the time of it all.
+What the passes hold is counted by `tools.memory`. Not counted: what kernels take inside, and the time of it all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cct.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
     from cct.rollout import Prompt
-    from cct.training.memory import Footprint, Peak
+    from cct.tools.memory import Footprint, Peak
 
 MB, GB = 10**6, 10**9
 
@@ -99,7 +99,7 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
     """
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it warns at each of its attempts
     base = _resident() if gpu is None else 0
-    from cct.training.memory import footprint, sizes
+    from cct.tools.memory import footprint, sizes
 
     problems = Problems(recipe)
     try:
@@ -318,7 +318,7 @@ def print_plan(recipe: Recipe, gpu: str | None) -> int:
     """Print the plan. Returns 0 where it fits the GPU or none is named, 1 where it does not."""
     from rich.table import Table
 
-    from cct.terminal import make_console, say
+    from cct.system.terminal import make_console, say
 
     memory = gpu_memory(gpu) if gpu is not None else None
     found, training = plan(recipe, memory), recipe.training

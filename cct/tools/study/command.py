@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cct.files import write_text
 from cct.recipe import RecipeError
 from cct.registry import optional
-from cct.terminal import make_console
+from cct.system.files import write_text
+from cct.system.terminal import make_console
 
 from .runner import Work, run_cells, show_status, status_table, submit_cells, works_of, write_recipes
 from .study import Study, dump_study, load_study, look_at_data

