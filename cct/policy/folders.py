@@ -81,7 +81,9 @@ def token_list(named: Any, where: str) -> list[int]:
     """Token ids, of which configurations name one, several or none. Raises ValueError for anything else, found in `where`."""
     tokens = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token) is int for token in tokens):
-        raise ValueError(f"policy.path: {where}: eos_token_id is {named!r}; expected a token id, or a list of them")
+        raise ValueError(
+            f"policy.path: {where} cannot be read: eos_token_id is {named!r}; expected a token id, or a list of them"
+        )
     return tokens
 
 
