@@ -1,10 +1,10 @@
 """cct from Python: what the command line calls.
 
-    from cct import evaluate, load_recipe, train
+from cct import evaluate, load_recipe, train
 
-    run = train(load_recipe("recipes/compo.yaml", ["training.iterations=10"]))
-    run.metrics[-1]["train/reward"]
-    evaluate(run)["eval/accuracy"]
+run = train(load_recipe("recipes/compo.yaml", ["training.iterations=10"]))
+run.metrics[-1]["train/reward"]
+evaluate(run)["eval/accuracy"]
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ def train(
     console = make_console(quiet=quiet)
     for warning in [*preflight(recipe), *recipe.warnings] if check else []:
         console.print(f"warning: {warning}", soft_wrap=True)
-    folder = start(
-        recipe, Path(runs), into=Path(into) if into else None, console=console, profile=profile, callbacks=callbacks
-    )
+    folder = start(recipe, Path(runs), into=Path(into) if into else None, console=console, profile=profile, callbacks=callbacks)
     return Run(folder)
 
 

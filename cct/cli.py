@@ -12,7 +12,7 @@ from typing import NoReturn
 from cct import __version__
 from cct.system.files import NO_ROOM, WriteError
 from cct.system.signals import Interrupted, answered
-from cct.system.terminal import encode_anything, printable, say
+from cct.system.terminal import encode_anything, printable, say, say_traceback
 
 AXES = ("task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry")
 
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     encode_anything()
     arguments = _parser().parse_args(argv)
     from cct.recipe import RecipeError
-    from cct.registry import PluginError
+    from cct.registry import PluginError, error_text, raised_at
 
     try:
         os.getcwd()
@@ -60,6 +60,11 @@ def main(argv: list[str] | None = None) -> int:
         _leave_stdout()  # it may be where nothing can be written
         say(f"error: {error}", file=sys.stderr)
         return 1
+    except (SystemExit, GeneratorExit) as error:
+        if not raised_at(error):  # cct's own, in a process for which another one speaks
+            raise
+        say(f"error: code of a part tried to end the process with {error_text(error)}", file=sys.stderr)
+        return 2
     except Interrupted as error:
         print("interrupted" if error.number == signal.SIGINT else f"interrupted by {error.name}", file=sys.stderr)
         return error.exit_code
@@ -77,9 +82,7 @@ def _stopped(error: Exception) -> int:
     """Say in a line why a run stopped; the traceback of what a part raised is printed where CCT_TRACEBACK is set."""
     say(f"stopped: {error}", file=sys.stderr)
     if error.__cause__ is not None and os.environ.get("CCT_TRACEBACK"):
-        import traceback
-
-        traceback.print_exception(error.__cause__)
+        say_traceback(error.__cause__)
     elif error.__cause__ is not None:
         print("(CCT_TRACEBACK=1 in the environment prints the traceback)", file=sys.stderr)
     return 1
@@ -433,9 +436,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     from cct.training.stopped import TrainingStopped
 
     try:
-        metrics = evaluate(
-            arguments.run, samples=arguments.samples, ks=arguments.ks, trust_plugins=arguments.trust_plugins
-        )
+        metrics = evaluate(arguments.run, samples=arguments.samples, ks=arguments.ks, trust_plugins=arguments.trust_plugins)
     except TrainingStopped as error:
         return _stopped(error)
     if arguments.json:

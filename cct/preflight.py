@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from cct.audit import drawn, golds, named
 from cct.policy import WARM_START_SEED, Shape
 from cct.recipe import Recipe, RecipeError
-from cct.registry import error_text, install
+from cct.registry import RAISED, error_text, install
 from cct.task import Task, same
 from cct.transport import Gate, Transport
 
@@ -29,12 +29,12 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
                 part.held_out()
                 if place == "task":
                     part.prompts(recipe.seed, 0, 1)
-        except (Exception, SystemExit) as error:  # a part may be the user's own
+        except RAISED as error:  # a part may be the user's own
             problems.append(f"{place}: '{part.use}': {message_of(error)}")
     if not problems:
         try:
             shape = recipe.policy.shape
-        except OSError as error:  # of a path that no file can have
+        except (OSError, ValueError) as error:  # of a path that no file can have, of a folder that holds anything
             raise RecipeError(f"policy: '{recipe.policy.use}': {error}") from None
         problems = unfit(recipe, shape) if shape is not None else []
     warnings: list[str] = []
@@ -42,7 +42,7 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
         problems = problems or _overlaps(recipe, demonstrations)
         if not problems:
             problems, warnings = _data(recipe, GOLDS_BEFORE_RUN if demonstrations else GOLDS)
-    except Exception as error:  # of a task of the user's own, further on in its stream
+    except RAISED as error:  # of a task of the user's own, further on in its stream
         problems = [f"task: '{recipe.task.use}': {message_of(error)}"]
     if problems:
         raise RecipeError(*problems)
@@ -60,7 +60,7 @@ def _data(recipe: Recipe, bound: int) -> tuple[list[str], list[str]]:
         ], []
     try:
         found = list(golds(recipe, prompts))
-    except Exception as error:  # a part may be the user's own
+    except RAISED as error:  # a part may be the user's own
         return [f"evidence: {message_of(error)}"], []
     return [text for fails, text in found if fails], [text for fails, text in found if not fails]
 
@@ -71,7 +71,7 @@ def unready(recipe: Recipe) -> list[str]:
     for place, part in recipe.parts.items():
         try:
             part.ready()
-        except (Exception, SystemExit) as error:
+        except RAISED as error:
             problems.append(f"{place}: '{part.use}': {message_of(error)}")
     strategy, logger = recipe.training.strategy, recipe.logging.logger
     if strategy.startswith("deepspeed") and find_spec("deepspeed") is None:

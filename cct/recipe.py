@@ -147,7 +147,7 @@ class Evaluation(Knobs):
 
     every: int = Field(10, ge=1)
     """Iterations between evaluations; before the first and after the last one there always is one."""
-    frozen: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[Task, tasks]] = {}
+    frozen: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[Task, tasks]] = Field({}, max_length=64)
     """Further evaluation sets by name, each the held-out problems of a task. `cct eval` alone reads them, a run never does."""
 
 

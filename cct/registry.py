@@ -339,12 +339,26 @@ _CCT = f"{Path(__file__).parent}/"
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
 
 
-def error_text(error: BaseException) -> str:
-    """`KeyError: 'x' (reward.py:12)`: what was raised, and where: in the user's code, or else in a library's."""
+# What a user's code may raise, or end the process by; not the user's own Control-C.
+RAISED = (Exception, SystemExit, GeneratorExit)
+
+
+def raised_at(error: BaseException) -> str:
+    """`reward.py:12`: in the user's code, or else in a library's; empty where only cct's own is on the way."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((_CCT, "<"))]
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
-    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
+
+
+def error_text(error: BaseException) -> str:
+    """`KeyError: 'x' (reward.py:12)`: what was raised, and where: in the user's code, or else in a library's."""
+    place = raised_at(error)
+    where = f" ({place})" if place else ""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # of a class of the user's own
+        message = "(its message cannot be made)"
+    return f"{type(error).__name__}: {message}{where}"
 
 
 class Exited(ValueError):

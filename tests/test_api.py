@@ -106,6 +106,57 @@ def test_a_callback_that_cannot_be_made_is_one_message(callback, message, tmp_pa
     assert not list(tmp_path.rglob("recipe.yaml"))
 
 
+FAULTY = """
+import sys
+from pathlib import Path
+from lightning import Callback
+
+class Broken(Exception):
+    def __str__(self):
+        raise ValueError
+
+class Faulty(Callback):
+    def __init__(self, kind):
+        self.kind = kind
+
+    def on_train_epoch_end(self, trainer, module):
+        if self.kind == "raises":
+            raise KeyError("\\x1b[31m")
+        if self.kind == "leaves":
+            sys.exit(0)
+        if self.kind == "speechless":
+            raise Broken
+
+    def state_dict(self):
+        return {"state": Path("p") if self.kind == "keeps a path" else 1}
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("raises", r"faulty.py:Faulty': KeyError: '\\x1b\[31m'"),
+        ("leaves", "faulty.py:Faulty': SystemExit: 0"),
+        ("speechless", r"faulty.py:Faulty': Broken: \(its message cannot be made\)"),
+        ("keeps a path", "faulty.py:Faulty': its state_dict cannot be read back from a checkpoint.*pathlib"),
+    ],
+)
+def test_a_callback_that_fails_in_a_run_is_named(kind, said, tmp_path, capsys):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    callback = json.dumps({"use": str(tmp_path / "faulty.py:Faulty"), "arguments": {"kind": kind}})
+    sets = [part for one in (*TINY, *TINY_CHAIN, f"callbacks=[{callback}]") for part in ("--set", one)]
+    assert main(["run", str(RECIPES / "grpo.yaml"), "--runs", str(tmp_path), *sets]) == 1
+    said_on = capsys.readouterr().err.splitlines()[0]
+    assert re.match(f"stopped: callback '.*{said}", said_on), said_on
+
+
+def test_a_callback_that_lightning_refuses_beside_cct_s_settings_is_one_message(tmp_path, capsys):
+    progress = "callbacks=[{use: lightning.pytorch.callbacks.RichProgressBar}]"
+    sets = [part for one in (*TINY, *TINY_CHAIN, progress) for part in ("--set", one)]
+    assert main(["run", str(RECIPES / "grpo.yaml"), "--runs", str(tmp_path), *sets]) == 1
+    assert capsys.readouterr().err.startswith("stopped: callbacks: MisconfigurationException: ")
+
+
 def test_lightning_keeps_the_best_checkpoint_beside_the_run_s_own(tmp_path):
     best = ModelCheckpoint(dirpath=tmp_path / "best", monitor="train/reward", mode="max", save_top_k=1)
     run = train(tiny("grpo", "evidence.0.pattern=(.)", "training.iterations=4"), runs=tmp_path, callbacks=[best], quiet=True)

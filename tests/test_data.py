@@ -220,6 +220,29 @@ def chat(tmp_path_factory):
     return folder
 
 
+def test_messages_written_as_json_are_messages(tmp_path):
+    asked, answer = [{"role": "user", "content": "1+2="}], [{"role": "assistant", "content": "3"}]
+    row = {"prompt": json.dumps(asked), "answer": json.dumps(answer)}
+    (prompt,) = JsonLines(path=tmp_path, held_out_path=tmp_path).make_prompts([("here", row)], "here")
+    assert (prompt.text, prompt.answer, prompt.messages) == ("1+2=", "3", tuple(asked))
+
+
+@pytest.mark.parametrize(
+    "text", ['["a", "b"]', '[{"a": 1}]', '[{"role": "user"}, 1]', '{"role": "user", "content": "x"}', "[1"]
+)
+def test_other_json_in_a_text_stays_a_text(text, tmp_path):
+    (prompt,) = JsonLines(path=tmp_path, held_out_path=tmp_path).make_prompts(
+        [("here", {"prompt": text, "answer": "3"})], "here"
+    )
+    assert (prompt.text, prompt.messages) == (text, ())
+
+
+def test_a_template_takes_fields_inside_of_others(tmp_path):
+    task = JsonLines(path=tmp_path, held_out_path=tmp_path, template="{extra.question} ({{{level}}})")
+    row = {"extra": {"question": "1+2=?"}, "level": 3.0, "answer": "3"}
+    assert task.make_prompts([("here", row)], "here")[0].text == "1+2=? ({3})"
+
+
 @pytest.mark.parametrize(
     ("knobs", "messages", "gives"),
     [

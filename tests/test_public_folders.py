@@ -14,6 +14,7 @@ from test_models import NAMES, SMALL_RUN, make_folder, make_tokenizer
 from test_training import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
 
+from cct.cli import main
 from cct.loading import load_recipe
 from cct.policy import end_tokens, policies
 from cct.policy.base import encode_prompt
@@ -249,6 +250,16 @@ def test_a_generation_configuration_that_cannot_be_read_is_one_error(tmp_path, s
     (tmp_path / "generation_config.json").write_text(stored)
     with pytest.raises(ValueError, match=r"generation_config\.json of '.*' cannot be read"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [b"{", b"[]", b"null", b"\xff", b'{"text_config": 1}', b'{"text_config": null}'])
+def test_a_configuration_that_cannot_be_read_is_one_error(tmp_path, stored, capsys):
+    make_folder(tmp_path)
+    (tmp_path / "config.json").write_bytes(stored)
+    sets = ("--set", f"policy={{use: pretrained, path: {tmp_path}}}", "--set", "generation.max_new_tokens=8")
+    readable = stored.startswith(b'{"')
+    assert main(["check", "recipes/grpo.yaml", *sets]) == (0 if readable else 2)
+    assert readable or "config.json of " in capsys.readouterr().err
 
 
 def test_a_template_that_is_not_used_ends_nothing(folder_of):

@@ -259,7 +259,7 @@ def test_a_template_makes_the_prompt_of_fields(tmp_path):
     assert task.prompts(0, 0, 1)[0].text == "1+1? (3)\nAnswer with \\boxed{}"  # prompt_field is not asked for
 
 
-@pytest.mark.parametrize("template", ["{question", "{}", "{0.real}", "{a.b}", "{a[0]}", "\\boxed{}", "}"])
+@pytest.mark.parametrize("template", ["{question", "{}", "{a.}", "{a[0]}", "\\boxed{}", "}"])
 def test_a_template_that_names_no_fields_is_refused_when_the_recipe_is_read(template):
     with pytest.raises(ValidationError, match="a brace that is no field is written twice"):
         JsonLines(path="a", held_out_path="b", template=template)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rich.table import Table
 
 from cct.system.terminal import make_console, printable, shortened
@@ -65,3 +66,31 @@ def test_output_that_is_closed_is_no_error():
     command = f"{sys.executable} -m cct.cli check recipes/grpo.yaml >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+PLUGIN = """
+import os, sys
+from cct.evidence import Evidence, evidences
+
+if os.environ["KIND"] == "import":
+    raise RuntimeError("\\x1b[31m")
+
+@evidences.register("odd")
+class Odd(Evidence):
+    'Leaves.'
+    def unreadable(self, prompt):
+        sys.exit(0)
+
+    def __call__(self, prompt, response):
+        return 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    "kind, code, said", [("import", 1, rb"RuntimeError: \x1b[31m"), ("gold answers", 2, b"evidence: SystemExit: 0 (")]
+)
+def test_a_plugin_that_fails_writes_no_escapes_and_ends_nothing_silently(kind, code, said, tmp_path):
+    (tmp_path / "odd.py").write_text(PLUGIN)
+    (tmp_path / "odd.yaml").write_text(f"base: {ROOT / 'recipes/grpo.yaml'}\nplugins: [./odd.py]\nevidence: [odd]\n")
+    done = cct("check", "odd.yaml", folder=tmp_path, KIND=kind)
+    assert done.returncode == code and said in done.stderr and b"\x1b" not in done.stderr, done.stderr

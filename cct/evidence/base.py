@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
-from cct.registry import Component, Registry, error_text
+from cct.registry import RAISED, Component, Registry, error_text
 
 if TYPE_CHECKING:
     from cct.rollout import Prompt, Response
@@ -121,7 +121,7 @@ class Evidence(Component):
         """The verdict on one response, or why there is none."""
         try:
             return self(prompt, response)
-        except (Exception, SystemExit) as error:
+        except RAISED as error:
             return Failure.of(error)
 
     @property

@@ -22,8 +22,8 @@ _READABLE = re.compile(r"-?(?:\d{1,15}(?:\.\d{1,6})?|\\d?frac\{\d+\}\{\d+\}|\d*\
 _MIXED = re.compile(r"(?<![\w.^}])(\d+)\s*\\frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d))")
 # What separates thousands besides a comma, which the library knows.
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:,?\\[,!;: ]|\{,\}|[ ~\u00a0\u2009\u202f])\d{3})+(?!\d)")
-# Unicode's minus signs, dashes and degrees.
-_CHARACTERS = str.maketrans("\u2212\u2013\ufe63\uff0d", "----", "\u00b0\u00ba")
+# Unicode's minus signs, dashes and degrees, and its wide characters, which Chinese text has.
+_CHARACTERS = str.maketrans("\u2212\u2013\ufe63", "---", "\u00b0\u00ba") | {0xFEE0 + code: code for code in range(0x21, 0x7F)}
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -34,6 +34,7 @@ _REWRITES = [
         (r"^\\text[a-z]*\s*\{[^{}]*(?:\bis|[:=])\s*\}(?=.)", ""),  # the answer is
         (r"^([^=<>]+)=\s*([A-Za-z])$", r"\2 = \1"),  # 7 = x
         (r"infinity", r"\\infty"),
+        (r"\\varnothing", r"\\emptyset"),
         (r"(?<![\\A-Za-z])(pi|infty)(?![A-Za-z])", r"\\\1"),
     )
 ]
@@ -46,6 +47,8 @@ _CHOICE = re.compile(r"\(([A-J])\).*|([A-J])(?:[.:)]\s*\S.*)?", re.DOTALL)
 _WORDS = re.compile(r"(?=.*[A-Za-z]{4})(?!.*(?:sqrt|infinity))[A-Za-z]+(?:[ -][A-Za-z]+)*|yes|no", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)|\\boxed\s+(?P<token>[^\s{}$\\]+)")
 _BETWEEN_BOXES = re.compile(r"[\s$,;]*(?:(?:and|or)|\\text\s*\{\s*(?:and|or)\s*\})?[\s$,;]*(?:\\[()\[\]])?")
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,15})\.(\d{0,15})\\overline\s*\{(\d{1,50})\}")
+_IN_BASE = re.compile(r"([0-9A-Z]+)_\s*\{?\s*(\d+)\s*\}?")
 _TINY, _CLOSE = 1e-2, 1e-5
 
 
@@ -131,6 +134,7 @@ def normalised(answer: str) -> str:
     text = text.rstrip(" \t\r\n.,;:").rstrip("\\")
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    text = _REPEATING.sub(_repeating, text)
     text = _MIXED.sub(_improper, _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text))
     unit = _UNIT.fullmatch(text.strip())
     return unit[1] if unit else text.strip()
@@ -147,6 +151,13 @@ def _fraction(char: str) -> str:
 def _improper(match: re.Match[str]) -> str:
     whole, up, down = int(match[1]), int(match[2] or match[4]), int(match[3] or match[5])
     return rf"\frac{{{whole * down + up}}}{{{down}}}" if down else match[0]
+
+
+def _repeating(match: re.Match[str]) -> str:
+    r"""`\frac{1}{3}` for `0.\overline{3}`."""
+    whole, once, again = match.groups()
+    up = int(whole + once + again) - int(whole + once or 0)
+    return rf"\frac{{{up}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
 
 
 def _boxed(answer: str) -> str:
@@ -167,6 +178,9 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _right(gold: str, parsed: list[Any], answer: str) -> bool:
+    one, other = (_IN_BASE.fullmatch(normalised(x)) for x in (gold, answer))
+    if one and other:  # the library leaves the base of a number out
+        return one.groups() == other.groups()
     said = _as_words(gold, answer)
     return _equal(parsed, _parsed(_boxed(answer))) if said is None else said
 

@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cct.registry import load_plugin, origin
+from cct.registry import RAISED, load_plugin, origin
 
 from .base import Evidence, Failure, Verdict, evidences, plain
 
@@ -57,7 +57,7 @@ def _batch(part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Respon
         found = list(part.judge_batch(prompts, responses))
         if len(found) != len(responses):
             raise ValueError(f"judge_batch returned {len(found)} verdicts for {len(responses)} responses")
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         return [Failure.of(error)] * len(responses)
     return found
 
@@ -91,7 +91,7 @@ def _prepare(source: str, knobs: dict[str, Any], use: str) -> None:
         load_plugin(source, Path.cwd())
         _PART = evidences[use].model_validate({**knobs, "time_limit": None})
         _PART.ready()
-    except (Exception, SystemExit) as error:  # a worker that ended here would be replaced for ever
+    except RAISED as error:  # a worker that ended here would be replaced for ever
         _PART = Failure(Failure.of(error).reason)
 
 
@@ -102,7 +102,7 @@ def _judge(prompt: Prompt, response: Response, iteration: int) -> Any:
         return _PART
     try:
         return plain(_PART.at(iteration)(prompt, response))
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         return Failure(Failure.of(error).reason)
 
 

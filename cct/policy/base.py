@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -41,7 +41,7 @@ class LoRA(Knobs):
     """Rank of the matrices."""
     alpha: int = Field(32, ge=1, le=4096)
     """The adapters' output is scaled by alpha / rank."""
-    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """Linear layers that get adapters: all but the output layer, or those of these names. A head or an embedding whose
     weight is tied to the other's is refused."""
 

@@ -47,6 +47,17 @@ def must_be_whole(path: str, model: PreTrainedModel, loading: dict[str, Any]) ->
         )
 
 
+def json_object(file: Path, path: str) -> dict[str, Any]:
+    """What a configuration file of the folder `path` holds. Raises ValueError where that is no JSON object."""
+    try:
+        found = json.loads(file.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {type(found).__name__}, not an object")
+        return found
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"policy.path: {file.name} of '{path}' cannot be read: {error}") from None
+
+
 def stored_ends(path: str, revision: str | None = None) -> list[int]:
     """The end tokens that generation_config.json names; none where it names none or is not there. Nothing else of it is read.
 
@@ -63,19 +74,16 @@ def stored_ends(path: str, revision: str | None = None) -> list[int]:
     )
     if found is None:
         return []
-    try:
-        return token_list(json.loads(Path(found).read_text(encoding="utf-8"))["eos_token_id"])
-    except KeyError:
-        return []
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"policy.path: {GENERATION} of '{path}' cannot be read: {error}") from error
+    return token_list(json_object(Path(found), path).get("eos_token_id"), f"{GENERATION} of '{path}'")
 
 
-def token_list(named: Any) -> list[int]:
-    """Token ids, of which configurations name one, several or none. Raises ValueError for anything else."""
+def token_list(named: Any, where: str) -> list[int]:
+    """Token ids, of which configurations name one, several or none. Raises ValueError for anything else, found in `where`."""
     tokens = named if isinstance(named, list) else [] if named is None else [named]
     if not all(type(token) is int for token in tokens):
-        raise ValueError(f"eos_token_id is {named!r}; expected a token id, or a list of them")
+        raise ValueError(
+            f"policy.path: {where} cannot be read: eos_token_id is {named!r}; expected a token id, or a list of them"
+        )
     return tokens
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +11,7 @@ from pydantic import Field, model_validator
 from cct.registry import install
 
 from .base import Policy, Shape, policies
-from .folders import end_of_turn, must_be_a_model, must_be_plain, must_be_whole, stored_ends, token_list
+from .folders import end_of_turn, json_object, must_be_a_model, must_be_plain, must_be_whole, stored_ends, token_list
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -174,8 +173,9 @@ class Pretrained(Policy):
         file = Path(source["pretrained_model_name_or_path"]) / "config.json"
         if "gguf_file" in source or not file.is_file():
             return None
-        config = json.loads(file.read_text(encoding="utf-8"))
-        config = config.get("text_config", config)
+        config = json_object(file, self.path)
+        inner = config.get("text_config")
+        config = inner if isinstance(inner, dict) else config
 
         def first(*names: str) -> int | None:
             return next((config[name] for name in names if isinstance(config.get(name), int)), None)
@@ -240,7 +240,7 @@ class Pretrained(Policy):
         source, config = self.source(), model.config
         named = stored_ends(source["pretrained_model_name_or_path"], self.revision)
         for part in (config, config.get_text_config()):
-            named = named or token_list(getattr(part, "eos_token_id", None))
+            named = named or token_list(getattr(part, "eos_token_id", None), f"config.json of '{self.path}'")
         turn = end_of_turn(tokenizer, self.chat_options) if self._templated(tokenizer) else None
         room = config.get_text_config().vocab_size
         every = dict.fromkeys([tokenizer.eos_token_id, *named, turn])

@@ -29,8 +29,16 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def say_traceback(error: BaseException) -> None:
+    """What Python prints of an exception that nobody catches, its text a user's."""
+    import traceback
+
+    say("".join(traceback.format_exception(error)), file=sys.stderr, end="")
+
+
 def encode_anything() -> None:
-    """Let the standard streams escape what their encoding lacks, as in an ASCII locale."""
+    """Let the standard streams escape what their encoding lacks, as in an ASCII locale, and tracebacks what is unprintable."""
+    sys.excepthook = lambda kind, error, trace: say_traceback(error)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -76,7 +76,7 @@ def text_of(value: Any) -> str:
         raise ValueError(f"must be a text or a number; found {value}")
     if value == int(value):
         return str(int(value))
-    return format(value.normalize(), "f") if isinstance(value, Decimal) else repr(value)
+    return format(Decimal(str(value)).normalize(), "f")
 
 
 def _short(value: Any) -> str:
@@ -87,6 +87,12 @@ def _short(value: Any) -> str:
 def is_conversation(value: Any) -> bool:
     """Whether a field holds messages rather than a text."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+
+
+def opened_conversation(value: Any) -> Any:
+    """The messages that a text holds as JSON, as some files have them; any other value as it is."""
+    found = _opened(value) if isinstance(value, str) else None
+    return found if is_conversation(found) and {"role", "content"} <= found[0].keys() else value
 
 
 def conversation(value: Sequence[Any]) -> tuple[Message, ...]:

@@ -15,7 +15,7 @@ from cct.rollout import Message, Prompt
 from cct.system.patterns import Pattern, last_match
 
 from .base import Task, same
-from .fields import MISSING, conversation, is_conversation, lookup, names, question, text_of
+from .fields import MISSING, conversation, is_conversation, lookup, names, opened_conversation, question, text_of
 
 # Where other frameworks' data have prompt and answer.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -41,7 +41,8 @@ class Table(Task):
     answer_field: str | tuple[str, ...] = "answer"
     """Field that holds the gold answer, named likewise; of a list of messages it is the last one, which is the assistant's."""
     template: str | None = None
-    """Text of the prompt, with fields in braces: `{question} Use \\boxed{{}}.`; null takes the prompt field as it is."""
+    """Text of the prompt, with fields in braces: `{question} Use \\boxed{{}}.`, `{extra.question}` for one inside of another;
+    null takes the prompt field as it is."""
     answer_pattern: Pattern | None = None
     """Regular expression; the first group of its last match in the answer field is the gold answer; null takes the field."""
     held_out_limit: int = Field(400, ge=1)
@@ -70,7 +71,7 @@ class Table(Task):
         except ValueError as error:
             raise ValueError(f"{error}; a brace that is no field is written twice, {{{{ or }}}}") from None
         fields = [(name, format or conversion) for _, name, format, conversion in parts if name is not None]
-        odd = [name for name, shaped in fields if shaped or not re.fullmatch(r"\w+", name)]
+        odd = [name for name, shaped in fields if shaped or not re.fullmatch(r"\w+(\.\w+)*", name)]
         if odd:
             raise ValueError(f"{{{odd[0]}}} names no field of a row; a brace that is no field is written twice, {{{{}}}}")
         return template
@@ -94,6 +95,7 @@ class Table(Task):
     def _make(self, where: str, row: Any) -> Prompt:
         asked, messages, text = self._asked(where, row)
         name, value = self._find(where, row, self.answer_field, "answer_field")
+        value = opened_conversation(value)
         if is_conversation(value):
             *before, answer = self._messages(where, name, value)
             if (role := answer["role"]) != "assistant":
@@ -112,10 +114,14 @@ class Table(Task):
     def _asked(self, where: str, row: Any) -> tuple[str, tuple[Message, ...], str]:
         """(field, messages, text) of a row's prompt: one of the last two is empty."""
         if self.template is not None:
-            fields = dict.fromkeys([name for _, name, _, _ in Formatter().parse(self.template) if name])
-            found = {name: self._text(where, *self._find(where, row, name, "template")) for name in fields}
-            return "", (), self.template.format(**found)
+            parts = Formatter().parse(self.template)
+            texts = [
+                (plain, self._text(where, *self._find(where, row, name, "template")) if name else "")
+                for plain, name, *_ in parts
+            ]
+            return "", (), "".join(plain + field for plain, field in texts)
         name, value = self._find(where, row, self.prompt_field, "prompt_field")
+        value = opened_conversation(value)
         if is_conversation(value):
             return name, self._messages(where, name, value), ""
         return name, (), self._text(where, name, value)

@@ -15,6 +15,7 @@ from cct.policy import Shape
 from cct.policy.weights import add_lora, without_dropout
 from cct.preflight import message_of, unfit, unready
 from cct.recipe import Recipe, RecipeError
+from cct.registry import RAISED
 from cct.rollout import derive_seed
 
 from .agent import Agent
@@ -55,7 +56,7 @@ def build(
         torch.manual_seed(derive_seed(recipe.seed, "critic"))
         try:
             critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
-        except (Exception, SystemExit) as error:  # it may be the user's own
+        except RAISED as error:  # it may be the user's own
             raise RecipeError(f"critic: {message_of(error)}") from error
     reference = None
     if recipe.needs("reference"):

@@ -86,11 +86,11 @@ def unreadable(checkpoint: Path) -> str | None:
             for file in files:
                 torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, ImportError, AttributeError, pickle.UnpicklingError) as error:
-        return _why(error)
+        return why_unreadable(error)
     return None if files else "an empty folder"
 
 
-def _why(error: Exception) -> str:
+def why_unreadable(error: BaseException) -> str:
     """In a line; torch's advice to load what may hold code all the same is left out."""
     if found := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it holds {found[1]}, which could run code; only tensors and plain data are loaded"

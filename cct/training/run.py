@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 
 from lightning import Callback, Trainer
@@ -20,8 +19,7 @@ from rich.table import Table
 
 from cct.evidence import close_workers
 from cct.loading import dump_recipe
-from cct.recipe import LightningCallback, Recipe, RecipeError
-from cct.registry import error_text, run_file
+from cct.recipe import Recipe, RecipeError
 from cct.system.files import LOCK, SUMS, WriteError, damage, remove, write_text, writing
 from cct.system.signals import Ending, answered
 from cct.system.terminal import say
@@ -35,6 +33,7 @@ from .loop import Loop
 from .processes import OneFile, strategy_of
 from .profile import Profile
 from .sampler import Sampler
+from .user_callbacks import made, must_be_plain, named
 
 
 def start(
@@ -91,7 +90,8 @@ def train(
     """
     quiet()
     started, ending = time.perf_counter(), Ending(folder is not None)
-    callbacks = [*map(made, recipe.callbacks), *callbacks]
+    asked = [(callback.use, made(callback)) for callback in recipe.callbacks]
+    callbacks = [*(callback for _, callback in asked), *callbacks]
     if folder is not None:
         if checkpoint is None:  # or it is written when an iteration is done
             write_text(folder / "recipe.yaml", dump_recipe(recipe))
@@ -117,9 +117,11 @@ def train(
             loop.before_update = lambda minibatches: profiler.before_update(agent, loop.iteration, minibatches)
         resumed = int(checkpoint.stem) if checkpoint else None
         recorder = Recorder(recipe, folder, tokenizer, display, ending, profiler, resumed)
-        trainer = _trainer(recipe, folder, resumed or 0, [*([profiler] if profiler else []), recorder, *callbacks])
+        with named(asked):
+            must_be_plain(asked)
+            trainer = _trainer(recipe, folder, resumed or 0, [*([profiler] if profiler else []), recorder, *callbacks])
         try:
-            with answered(ending):
+            with answered(ending), named(asked):
                 trainer.fit(loop, ckpt_path=checkpoint, weights_only=True)
         except WriteError:
             if folder is None:  # the first process says it
@@ -142,19 +144,6 @@ def train(
     if folder is not None:
         console.print(closing_table(folder, time.perf_counter() - started))
     return recorder.folder
-
-
-def made(callback: LightningCallback) -> Callback:
-    """The callback that a recipe asks for. Raises RecipeError where there is no such class, or it cannot be made."""
-    place = f"callbacks: {callback.use}"
-    where, _, name = callback.use.rpartition(":" if ".py:" in callback.use else ".")
-    try:
-        cls = getattr(run_file(Path(where)) if where.endswith(".py") else import_module(where), name)
-        if not (isinstance(cls, type) and issubclass(cls, Callback)):
-            raise TypeError("it is no class of a lightning.pytorch.Callback")
-        return cls(**callback.arguments)
-    except (Exception, SystemExit) as error:
-        raise RecipeError(f"{place}: {error_text(error)}") from error
 
 
 def _trainer(recipe: Recipe, folder: Path | None, first: int, callbacks: list[Callback]) -> Trainer:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from cct.handover import HandoverError
 from cct.recipe import RecipeError
-from cct.registry import Knobs, error_text
+from cct.registry import RAISED, Knobs, error_text
 
 
 class TrainingStopped(RuntimeError):
@@ -26,6 +26,6 @@ def attributed_to(part: str, iteration: int | None = None, recipe: Knobs | None 
         raise
     except HandoverError as error:
         raise TrainingStopped(error.message(recipe, iteration)) from error
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         where = "" if iteration is None else f" in iteration {iteration}"
         raise TrainingStopped(f"{part}{where}: {error_text(error)}") from error

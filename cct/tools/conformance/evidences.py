@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cct.evidence import Evidence, Failure
+from cct.registry import RAISED
 from cct.rollout import Prompt, Response
 
 from .base import Broken, Malformed, Property, hypothesis
@@ -45,7 +46,7 @@ def verdict_of(evidence: Evidence, prompt: Prompt, response: Response) -> float:
         if verdict is None:  # it abstains
             return 0.0
         rewards = [float(verdict)] if isinstance(verdict, int | float) else [float(x) for x in verdict]
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         raise Malformed(f"it raised {type(error).__name__}: {error}, judging {response.text!r}") from error
     if not isinstance(verdict, int | float) and len(rewards) != len(response.tokens):
         raise Malformed(f"it gave {len(rewards)} rewards for {len(response.tokens)} tokens: {verdict!r}")

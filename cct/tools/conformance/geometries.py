@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cct.geometry import Geometry
-from cct.registry import described
+from cct.registry import RAISED, described
 
 from .base import Broken, Malformed, Property
 from .cases import NOISE, Case, numbers, packing, python, same
@@ -55,7 +55,7 @@ def losses(geometry: Geometry, update: Update) -> tuple[Tensor, Tensor, dict[str
         loss, metrics = geometry(logprobs, update.old_logprobs, update.advantages, update.mask, update.reference_logprobs)
         if loss.requires_grad:
             loss.sum().backward()
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         raise Malformed(f"it raised {type(error).__name__}: {error}") from error
     for name, x in {"the loss": loss, **{f"metric '{key}'": x for key, x in metrics.items()}}.items():
         if not isinstance(x, Tensor) or x.shape != update.mask.shape:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cct.registry import RAISED
 from cct.rollout import Credit, Rollout
 from cct.training.agent import Agent
 from cct.transport import Gate, Transport
@@ -51,7 +52,7 @@ def outputs(operator: Transport | Gate, rollout: Rollout) -> dict[str, Tensor]:
     """What an operator returns, by name, without what a gate holds at masked positions."""
     try:
         result = operator(rollout)
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         raise Malformed(f"it raised {type(error).__name__}: {error}") from error
     found: dict[str, Any] = {"gate": result}
     if isinstance(operator, Transport):
