@@ -340,7 +340,9 @@ def no_exit() -> Iterator[None]:
     """Raises Exited where the code within, a user's, calls `sys.exit` or the like; says where."""
     try:
         yield
-    except (SystemExit, GeneratorExit) as error:
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
         raise Exited(f"it tried to end the process with {error_text(error)}") from error
 
 

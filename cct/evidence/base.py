@@ -121,7 +121,9 @@ class Evidence(Component):
         """The verdict on one response, or why there is none."""
         try:
             return self(prompt, response)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit and asyncio's CancelledError too
             return Failure.of(error)
 
     @property

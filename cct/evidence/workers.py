@@ -57,7 +57,9 @@ def _batch(part: Evidence, prompts: Sequence[Prompt], responses: Sequence[Respon
         found = list(part.judge_batch(prompts, responses))
         if len(found) != len(responses):
             raise ValueError(f"judge_batch returned {len(found)} verdicts for {len(responses)} responses")
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return [Failure.of(error)] * len(responses)
     return found
 
@@ -91,7 +93,9 @@ def _prepare(source: str, knobs: dict[str, Any], use: str) -> None:
         load_plugin(source, Path.cwd())
         _PART = evidences[use].model_validate({**knobs, "time_limit": None})
         _PART.ready()
-    except (Exception, SystemExit) as error:  # a worker that ended here would be replaced for ever
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a worker that ended here would be replaced for ever
         _PART = Failure(Failure.of(error).reason)
 
 
@@ -102,7 +106,9 @@ def _judge(prompt: Prompt, response: Response, iteration: int) -> Any:
         return _PART
     try:
         return plain(_PART.at(iteration)(prompt, response))
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return Failure(Failure.of(error).reason)
 
 

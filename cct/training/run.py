@@ -26,7 +26,7 @@ from cct.registry import error_text, run_file
 from cct.signals import Ending, answered
 from cct.terminal import say
 
-from .building import build
+from .building import build, of_recipe
 from .callbacks import Display, JsonLinesLogger, Recorder
 from .evaluation import evaluate, evaluate_frozen, evaluate_sampled
 from .export import export, newest_readable, quiet
@@ -238,7 +238,8 @@ def evaluate_run(folder: Path, samples: int = 0, ks: Sequence[int] = (1,), *, tr
     start = ("revision", "gguf_file", "lora", "warm_start")  # of what the run began with
     overrides = [f"policy={{use: pretrained, path: {path}}}", *(f"policy.{knob}=" for knob in start)]
     recipe = load_run(folder, overrides, trust=trust)
-    actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
+    with of_recipe():
+        actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
     sampler = Sampler(recipe, actor, tokenizer, say=lambda line: say(line, file=sys.stderr))
     try:
         metrics = evaluate(sampler) | evaluate_frozen(sampler)
