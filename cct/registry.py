@@ -20,6 +20,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from asyncio import CancelledError
 from collections.abc import Iterable, Iterator
 from contextlib import chdir, contextmanager
 from hashlib import sha256
@@ -340,7 +341,7 @@ _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "pureli
 
 
 # What a user's code may raise, or end the process by; not the user's own Control-C.
-RAISED = (Exception, SystemExit, GeneratorExit)
+RAISED = (Exception, SystemExit, GeneratorExit, CancelledError)
 
 
 def raised_at(error: BaseException) -> str:
@@ -370,7 +371,9 @@ def no_exit() -> Iterator[None]:
     """Raises Exited where the code within, a user's, calls `sys.exit` or the like; says where."""
     try:
         yield
-    except (SystemExit, GeneratorExit) as error:
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
         raise Exited(f"it tried to end the process with {error_text(error)}") from error
 
 

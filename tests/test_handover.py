@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import re
+from asyncio import CancelledError
 from fractions import Fraction
 from typing import Any
 
@@ -20,8 +21,10 @@ from cct.evidence.base import plain
 from cct.geometry.ppo_clip import PPOClip
 from cct.handover import HandoverError, check, read_only
 from cct.rollout import Credit, Prompt, Response, TokenEntropy
+from cct.system.signals import Interrupted
+from cct.training.evaluation import evaluate
 from cct.training.judge import judge
-from cct.training.stopped import TrainingStopped
+from cct.training.stopped import TrainingStopped, attributed_to
 from cct.transport import Gate, Transport, transports
 from cct.transport.gate import EntropyGate, ProductGate
 
@@ -206,6 +209,37 @@ def test_a_critic_s_baseline_is_checked(fault, says, made):
     assert stopped(made, critic=critic).startswith(says)
 
 
+class NewRewards(GroupCritic):
+    """A baseline that hands back more than values."""
+
+    def baseline(self, rollout, targets, bounds):
+        return rollout.replace(rewards=rollout.rewards + 1, groups=None)
+
+
+def test_nothing_but_the_values_of_a_critic_s_baseline_is_taken(made):
+    recipe, agent, tokenizer, sampled = made
+    held = Held(recipe.model_copy(update={"critic": NewRewards()}), agent, tokenizer, rows=sampled)
+    collected = held.collect(1)
+    assert collected.rollout.groups is not None
+    assert float(collected.rollout.rewards.sum()) == pytest.approx(sum(sum(row.rewards) for row in sampled))
+
+
+@pytest.mark.parametrize(
+    "error", [StopIteration("x"), GeneratorExit("x"), CancelledError("x"), SystemExit("x"), MemoryError("x")], ids=repr
+)
+def test_whatever_a_part_raises_stops_the_run_and_names_it(error):
+    says = f"^gate 'mine' in iteration 3: {type(error).__name__}: x"
+    with pytest.raises(TrainingStopped, match=says), attributed_to("gate 'mine'", 3), read_only("it", {}):
+        raise error
+    with pytest.raises(TrainingStopped, match=f"^evidence 'raises' failed: {type(error).__name__}: x"):
+        judge([Raises(error=error)], [Prompt("p")], [Response("a", (5,), True)])
+
+
+def test_control_c_within_a_part_passes():
+    with pytest.raises(Interrupted), attributed_to("gate 'mine'", 3):
+        raise Interrupted
+
+
 # --- geometries -----------------------------------------------------------------------------------
 class Harmful(PPOClip):
     """A geometry with a fault."""
@@ -215,11 +249,15 @@ class Harmful(PPOClip):
     def surrogate(self, logprobs, old_logprobs, advantages, mask, marked):
         if self.fault == "data":
             advantages.data.add_(1)
+        elif self.fault == "logprobs":
+            logprobs.data.add_(1)
         elif self.fault == "place":
             advantages.neg_()
         loss, metrics = super().surrogate(logprobs, old_logprobs, advantages, mask, marked)
         if self.fault == "gradient":
             loss = loss.detach()
+        elif self.fault == "complex":
+            loss = loss.to(torch.complex64)
         elif self.fault == "metric":
             metrics["mine"] = torch.full_like(loss, NAN)
         return loss, metrics
@@ -230,7 +268,9 @@ class Harmful(PPOClip):
     [
         ("place", "geometry 'ppo_clip' changed advantages in place in iteration 1; it must work on a copy"),
         ("data", "geometry 'ppo_clip' changed advantages in place in iteration 1; it must work on a copy"),
-        ("gradient", "geometry 'ppo_clip' returned a loss without a gradient; it must be made of `logprobs`"),
+        ("logprobs", "geometry 'ppo_clip' changed logprobs in place in iteration 1; it must work on a copy"),
+        ("complex", "geometry 'ppo_clip' returned a tensor of torch.complex64"),
+        ("gradient", "geometry 'ppo_clip' returned a loss without a gradient in iteration 1; it must be made of `logprobs`"),
         ("metric", "NaN or infinity from geometry 'ppo_clip' (metric 'mine') in iteration 1"),
     ],
 )
@@ -251,6 +291,16 @@ class Gives(Evidence):
         if self.harm:
             prompt.meta["seen"].append(1)
         return self.verdict
+
+
+class Raises(Evidence):
+    """Whatever it is given."""
+
+    use = "raises"
+    error: Any = None
+
+    def __call__(self, prompt, response):
+        raise self.error
 
 
 class Odd:
@@ -333,6 +383,20 @@ def test_evidence_outside_its_own_bounds_is_refused_and_named(verdict, total):
     assert judge([rounded], [Prompt("p")], [Response("ab", (5, 6), True)])[1] == [True]
 
 
+def test_evidence_that_adds_to_an_empty_meta_is_refused():
+    class Adds(Evidence):
+        """A key."""
+
+        use = "adds"
+
+        def __call__(self, prompt, response):
+            prompt.meta["seen"] = 1
+            return 0.0
+
+    with pytest.raises(TrainingStopped, match="^evidence 'adds' changed the meta"):
+        judge([Adds()], [Prompt("p")], [Response("a", (5,), True)])
+
+
 def test_evidence_that_changes_a_prompt_s_meta_is_refused_and_named():
     prompt = Prompt("p", meta={"seen": []})
     part = Gives(verdict=1.0, harm=True)
@@ -362,3 +426,33 @@ def test_a_batch_of_verdicts_that_is_none_or_too_short_is_a_failure_of_the_evide
     with pytest.raises(TrainingStopped, match=f"^evidence 'together' failed: {says}"):
         judge([Together()], prompts, responses)
     assert judge([Together(on_error="drop")], prompts, responses)[1] == [False, False]
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+def test_a_task_that_gives_too_few_prompts_is_named(made):
+    recipe, agent, tokenizer, _ = made
+
+    class Short(type(recipe.task)):
+        """One too few."""
+
+        def prompts(self, seed, start, count):
+            return super().prompts(seed, start, count)[:-1]
+
+    short = recipe.model_copy(update={"task": Short(steps=2)})
+    count = recipe.training.prompts_per_iteration
+    with pytest.raises(TrainingStopped, match=f"in iteration 2: ValueError: it returned {count - 1} prompts; expected {count}"):
+        Held(short, agent, tokenizer).sampler.sample(2)
+
+
+def test_a_task_without_held_out_prompts_is_told_from_one_whose_prompts_are_too_long(made):
+    recipe, agent, tokenizer, _ = made
+
+    class Empty(type(recipe.task)):
+        """Nothing to evaluate on."""
+
+        def held_out(self):
+            return []
+
+    empty = recipe.model_copy(update={"task": Empty(steps=2)})
+    with pytest.raises(TrainingStopped, match="^eval: the task has no held-out prompts$"):
+        evaluate(Held(empty, agent, tokenizer).sampler)

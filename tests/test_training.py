@@ -632,6 +632,28 @@ def test_a_warm_start_is_trained_once_and_then_read_from_the_cache(tmp_path, mon
     assert steps == [1, 2, 3, 1, 2, 3]  # another seed is another warm start
 
 
+def test_a_damaged_warm_start_in_the_cache_is_computed_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("CCT_CACHE", str(tmp_path))
+    recipe, lines = tiny("grpo", "policy.warm_start={steps: 1, batch_size: 4}"), []
+    first, _ = warm_start(recipe.policy, recipe.task, 0, say=lines.append)
+    (weights,) = tmp_path.rglob("model.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.unlink()  # the first model maps it
+    weights.write_bytes(content)
+    again, _ = warm_start(recipe.policy, recipe.task, 0, say=lines.append)
+    assert [line.startswith("warm start: computed again") for line in lines] == [True]
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+
+
+def test_a_policy_that_cannot_be_loaded_for_an_evaluation_is_one_message(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(tiny("grpo")))
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy/config.json").write_text("{}")
+    with pytest.raises(RecipeError, match="policy"):
+        evaluate_run(tmp_path)
+
+
 def steps_of_a_warm_start(meeting: Path, number: int) -> int:
     """In a process: how many steps it computed, of a warm start that another process wants at the same time."""
     recipe, steps = tiny("grpo", "policy.warm_start={steps: 30, batch_size: 32}"), []

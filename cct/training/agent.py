@@ -53,6 +53,7 @@ class Agent(nn.Module):
         self.critic = critic
         self.temperature = temperature
         self.bf16 = bf16
+        self.iteration: int | None = None  # named where a part fails
         self.logits_at_once = logits_at_once or max(1, LOGITS_AT_ONCE // actor.config.get_text_config().vocab_size)
         self._head = (plain_head(actor),)  # in a tuple, or it would be a part of this module a second time
 
@@ -149,14 +150,13 @@ class Agent(nn.Module):
         """The critic's raw outputs and values on a trace, [B, width + 1 (, ...)]; index t is read before token t."""
         assert self.critic is not None
         name = f"critic ({type(self.critic).__name__})"
-        with self._precision(trace.input_ids), attributed_to(name), read_only(name, vars(trace)):
+        with self._precision(trace.input_ids), attributed_to(name, self.iteration), read_only(name, vars(trace)):
             raw = self.critic(trace)[:, -width - 1 :].float()
             return raw, self.critic.head.value(raw)
 
-    @staticmethod
-    def _measured(name: str, what: Statistic, forward: Forward) -> Tensor:
+    def _measured(self, name: str, what: Statistic, forward: Forward) -> Tensor:
         part = f"statistic '{name}' ({type(what).__name__})"
-        with attributed_to(part), read_only(part, vars(forward)):
+        with attributed_to(part, self.iteration), read_only(part, vars(forward)):
             measured = what.measure(forward).detach().float()
             if measured.shape != forward.logprobs.shape:
                 raise ValueError(

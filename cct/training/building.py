@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from .export import checkpoint_of
 from .folder import load_run
 from .loop import STATE
 from .prompts import encode, fitting
+from .stopped import attributed_to
 from .warm_start import warm_start
 
 
@@ -42,10 +44,8 @@ def build(
         torch.set_num_threads(training.threads)
     if problems := unready(recipe):
         raise RecipeError(*problems)
-    try:
+    with of_recipe():
         actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report, say)
-    except (ValueError, OSError) as error:
-        raise RecipeError(str(error)) from error
     text = actor.config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if problems := unfit(recipe, Shape(text.num_hidden_layers, text.num_attention_heads, positions)):
@@ -73,9 +73,20 @@ def build(
     return agent, tokenizer, reference
 
 
+@contextmanager
+def of_recipe() -> Iterator[None]:
+    """Raises RecipeError where a policy cannot be loaded, for what its files or the recipe hold."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise RecipeError(str(error)) from error
+
+
 def _measure(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
     """Find prompts that are too long before the run. Raises TrainingStopped where it cannot go on with them."""
-    for name, prompts in (("training", drawn(recipe)), ("held-out", recipe.task.held_out())):
+    with attributed_to(f"task '{recipe.task.use}'"):
+        sets = {"training": drawn(recipe), "held-out": recipe.task.held_out()}
+    for name, prompts in sets.items():
         kept = fitting(recipe, actor, tokenizer, prompts)
         if not kept:
             encode(recipe, actor, tokenizer, prompts)  # says why

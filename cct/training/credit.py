@@ -209,7 +209,8 @@ class Estimator:
             check(name, other.values, rollout.mask)
             if other.bootstrap is not None:
                 check(name, other.bootstrap, rollout.valid)
-        return self._transport(other, iteration), other
+            rollout = rollout.replace(values=other.values, bootstrap=other.bootstrap)  # the rest is not the critic's
+        return self._transport(rollout, iteration), rollout
 
     def _transport(self, rollout: Rollout, iteration: int) -> Credit:
         """What the transport makes of it. Raises TrainingStopped where that is no credit, naming the part that is to blame."""

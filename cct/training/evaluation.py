@@ -34,6 +34,8 @@ def evaluate_frozen(sampler: Sampler) -> dict[str, float]:
 def _greedy(sampler: Sampler, name: str, every: Sequence[Prompt], iteration: int | None) -> dict[str, float]:
     """Metrics `NAME/accuracy` and so on of the prompts, without those that are too long where these are dropped."""
     recipe, prompts = sampler.recipe, sampler.fitting(every)
+    if not every:
+        raise TrainingStopped(f"{name}: the task has no held-out prompts")
     if not prompts:
         raise TrainingStopped(f"{name}: every prompt is too long; raise the model's or the engine's limit, or take others")
     mine = [prompts[number] for number in sampler.ranks.share(len(prompts))]

@@ -23,6 +23,7 @@ from cct.preflight import message_of
 from cct.recipe import Recipe, RecipeError
 from cct.system.files import damage, whole
 
+from .building import of_recipe
 from .folder import checkpoints, load_run, must_be_run
 
 ACTOR = "agent.actor."
@@ -41,7 +42,8 @@ def export(run: Path, folder: Path, iteration: int | None = None, *, dtype: str 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RecipeError(f"{folder}: something is there already; name a new folder")
     recipe = load_run(run, trust=trust)
-    actor, tokenizer = recipe.policy.load(alphabet=recipe.task.alphabet, seed=recipe.seed)
+    with of_recipe():
+        actor, tokenizer = recipe.policy.load(alphabet=recipe.task.alphabet, seed=recipe.seed)
     if recipe.policy.lora:
         add_lora(actor, **recipe.policy.lora.model_dump())
     actor.load_state_dict(actor_weights(checkpoint))

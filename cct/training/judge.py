@@ -91,9 +91,9 @@ def scores(
 
 
 def _pickled(meta: dict[str, Any]) -> bytes | None:
-    """What a prompt's meta holds; None where it is empty, or cannot be pickled."""
+    """What a prompt's meta holds; None where it cannot be pickled."""
     try:
-        return pickle.dumps(meta) if meta else None
+        return pickle.dumps(meta)
     except Exception:
         return None
 

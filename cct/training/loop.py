@@ -152,6 +152,7 @@ class Loop(Updates):
     # --- Lightning ----------------------------------------------------------------------------
     def training_step(self, *_: Any) -> None:
         with torch.autocast(self.device.type, enabled=False):  # the agent's forwards say themselves what is in bfloat16
+            self.agent.iteration = self.iteration
             self.ended = self.iterate(self.iteration)
         self.lr_schedulers().step()  # type: ignore[union-attr]
         metrics = self.evaluated | self.ended.metrics

@@ -59,7 +59,9 @@ def training_prompts(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenize
 
     Others come from a stream of the recipe's seed and the iteration, so their number stays and a resumed run draws the same.
     """
-    drawn = recipe.prompts(iteration, iteration)
+    drawn, expected = recipe.prompts(iteration, iteration), recipe.training.prompts_per_iteration
+    if len(drawn) != expected:
+        raise ValueError(f"it returned {len(drawn)} prompts; expected {expected}")
     kept = fitting(recipe, actor, tokenizer, drawn)
     missing = len(drawn) - len(kept)
     seed, start = derive_seed(recipe.seed, "overlong", iteration), 0

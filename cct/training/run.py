@@ -24,7 +24,7 @@ from cct.system.files import LOCK, SUMS, WriteError, damage, remove, write_text,
 from cct.system.signals import Ending, answered
 from cct.system.terminal import say
 
-from .building import build, without_warm_start
+from .building import build, of_recipe, without_warm_start
 from .callbacks import Display, JsonLinesLogger, Recorder
 from .evaluation import evaluate, evaluate_frozen, evaluate_sampled
 from .export import export, newest_readable, quiet, rehearse
@@ -225,7 +225,8 @@ def evaluate_run(folder: Path, samples: int = 0, ks: Sequence[int] = (1,), *, tr
     start = ("revision", "gguf_file", "lora", "warm_start")  # of what the run began with
     overrides = [f"policy={{use: pretrained, path: {path}}}", *(f"policy.{knob}=" for knob in start)]
     recipe = load_run(folder, overrides, trust=trust)
-    actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
+    with of_recipe():
+        actor, tokenizer = recipe.policy.load(alphabet="", seed=0)
     sampler = Sampler(recipe, actor, tokenizer, say=lambda line: say(line, file=sys.stderr))
     try:
         metrics = evaluate(sampler) | evaluate_frozen(sampler)

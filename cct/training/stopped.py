@@ -10,8 +10,11 @@ from cct.recipe import RecipeError
 from cct.registry import RAISED, Knobs, error_text
 
 
-class TrainingStopped(RuntimeError):
-    """A run that cannot go on; the message names the component and the iteration."""
+class TrainingStopped(Exception):
+    """A run that cannot go on; the message names the component and the iteration.
+
+    No RuntimeError: one raised from a StopIteration is taken for that StopIteration by `contextlib`, which then ends a loop.
+    """
 
 
 @contextmanager
@@ -22,7 +25,7 @@ def attributed_to(part: str, iteration: int | None = None, recipe: Knobs | None 
     """
     try:
         yield
-    except (TrainingStopped, RecipeError):
+    except (TrainingStopped, RecipeError, KeyboardInterrupt):
         raise
     except HandoverError as error:
         raise TrainingStopped(error.message(recipe, iteration)) from error

@@ -179,19 +179,21 @@ class Updates(LightningModule):
         old_logprobs = reading.logprobs.detach() if batch.logprobs is None else batch.logprobs
         optional = {name: x for name in ("marked", "correction") if (x := getattr(batch, name)) is not None}
         geometry = f"geometry '{self.recipe.geometry.use}'"
-        given = {"logprobs": reading.logprobs, "old_logprobs": old_logprobs, **vars(batch)}
+        given = {**vars(batch), "logprobs": reading.logprobs, "old_logprobs": old_logprobs}
         with attributed_to(geometry, self.iteration), read_only(self.recipe.geometry, given, contents=self.iteration <= 1):
             per_token, metrics = self.recipe.geometry(
                 reading.logprobs, old_logprobs, batch.advantages, batch.mask, batch.reference_logprobs, **optional
             )
         for name, value in {"the loss": per_token, **metrics}.items():
-            if not isinstance(value, torch.Tensor) or value.shape != batch.mask.shape:
+            if not isinstance(value, torch.Tensor) or value.shape != batch.mask.shape or value.is_complex():
                 raise TrainingStopped(
-                    f"{geometry} returned {described(value)} as {name} in iteration {self.iteration}; expected a tensor of "
-                    f"shape {tuple(batch.mask.shape)}"
+                    f"{geometry} returned {described(value)} as {name} in iteration {self.iteration}; "
+                    f"expected a tensor of shape {tuple(batch.mask.shape)} of real numbers"
                 )
         if reading.logprobs.requires_grad and not per_token.requires_grad:
-            raise TrainingStopped(f"{geometry} returned a loss without a gradient; it must be made of `logprobs`")
+            raise TrainingStopped(
+                f"{geometry} returned a loss without a gradient in iteration {self.iteration}; it must be made of `logprobs`"
+            )
         if batch.with_entropy:
             metrics["entropy"] = reading.entropy.masked_fill(~batch.mask, 0.0)
         loss = (batch.loss_weights * per_token).sum()

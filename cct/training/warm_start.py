@@ -20,7 +20,7 @@ from cct.policy import WARM_START_SEED, Policy, WarmStart
 from cct.policy.attention import tappable
 from cct.policy.weights import save
 from cct.rollout import derive_seed
-from cct.system.files import WriteError, sweep, whole, writing
+from cct.system.files import WriteError, damage, kept, remove, sweep, whole, writing
 from cct.task import Task
 
 
@@ -68,16 +68,20 @@ def warm_start(
             _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
             return model.eval(), tokenizer
     with held:
+        if entry.is_dir() and (why := damage(entry, entry / "policy")) is not None:
+            say(f"warm start: computed again, as the one in {entry} is damaged ({why})")
+            with writing(entry):
+                remove(entry)
         if not entry.is_dir():
             _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
             sweep(entry.parent, entry.name)
             try:
-                with whole(entry) as unfinished:
-                    save(model, tokenizer, unfinished)
+                with whole(entry) as unfinished, kept(unfinished, unfinished / "policy") as place:
+                    save(model, tokenizer, place)
             except Exception as error:  # a full disk, or a model that cannot be saved, which the run says before it begins
                 say(f"warm start: not kept in {entry.parent} ({error})")
                 return model.eval(), tokenizer
-    return tappable(AutoModelForCausalLM.from_pretrained(entry, dtype=model.dtype)), tokenizer
+    return tappable(AutoModelForCausalLM.from_pretrained(entry / "policy", dtype=model.dtype)), tokenizer
 
 
 def _supervise(model, tokenizer, policy: Policy, task: Task, knobs: WarmStart, seed: int, report) -> None:
