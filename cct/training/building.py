@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from .export import checkpoint_of
 from .folder import load_run
 from .loop import STATE
 from .prompts import encode, fitting
-from .stopped import attributed_to
+from .stopped import attributed_to, of_recipe
 from .warm_start import warm_start
 
 
@@ -71,15 +70,6 @@ def build(
     bf16 = training.precision == "bf16"
     agent = Agent(actor, critic, recipe.generation.temperature, bf16=bf16, logits_at_once=training.logits_at_once)
     return agent, tokenizer, reference
-
-
-@contextmanager
-def of_recipe() -> Iterator[None]:
-    """Raises RecipeError where a policy cannot be loaded, for what its files or the recipe hold."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise RecipeError(str(error)) from error
 
 
 def _measure(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:

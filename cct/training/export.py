@@ -23,8 +23,8 @@ from cct.preflight import message_of
 from cct.recipe import Recipe, RecipeError
 from cct.system.files import damage, whole
 
-from .building import of_recipe
 from .folder import checkpoints, load_run, must_be_run
+from .stopped import of_recipe
 
 ACTOR = "agent.actor."
 ONLY_TENSORS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"

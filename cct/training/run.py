@@ -24,7 +24,7 @@ from cct.system.files import LOCK, SUMS, WriteError, damage, remove, write_text,
 from cct.system.signals import Ending, answered
 from cct.system.terminal import say
 
-from .building import build, of_recipe, without_warm_start
+from .building import build, without_warm_start
 from .callbacks import Display, JsonLinesLogger, Recorder
 from .evaluation import evaluate, evaluate_frozen, evaluate_sampled
 from .export import export, newest_readable, quiet, rehearse
@@ -33,6 +33,7 @@ from .loop import Loop
 from .processes import OneFile, strategy_of
 from .profile import Profile
 from .sampler import Sampler
+from .stopped import of_recipe
 from .user_callbacks import made, must_be_plain, named
 
 

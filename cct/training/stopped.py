@@ -32,3 +32,12 @@ def attributed_to(part: str, iteration: int | None = None, recipe: Knobs | None 
     except RAISED as error:
         where = "" if iteration is None else f" in iteration {iteration}"
         raise TrainingStopped(f"{part}{where}: {error_text(error)}") from error
+
+
+@contextmanager
+def of_recipe() -> Iterator[None]:
+    """Raises RecipeError where a policy cannot be loaded, for what its files or the recipe hold."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise RecipeError(str(error)) from error
