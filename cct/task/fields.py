@@ -91,7 +91,7 @@ def is_conversation(value: Any) -> bool:
 
 def opened_conversation(value: Any) -> Any:
     """The messages that a text holds as JSON, as some files have them; any other value as it is."""
-    found = _opened(value) if isinstance(value, str) else None
+    found: Any = _opened(value) if isinstance(value, str) else None
     return found if is_conversation(found) and {"role", "content"} <= found[0].keys() else value
 
 
