@@ -112,6 +112,13 @@ def test_a_line_is_appended_whole_or_not_at_all(tmp_path):
     assert path.read_text() == "12345678\nabcdefgh\n"
 
 
+def test_a_file_where_a_folder_is_to_be_is_one_message(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(WriteError, match="file/inside: cannot be written"), whole(tmp_path / "file" / "inside"):
+        pass
+    assert (tmp_path / "file").read_text() == "x"
+
+
 def test_a_folder_appears_whole_or_not_at_all_and_takes_the_place_of_another(tmp_path):
     for content in ("old", "new"):
         with whole(tmp_path / "folder") as place:

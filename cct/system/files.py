@@ -26,7 +26,7 @@ TEMPORARY = ".tmp"  # ends the name of what is being written
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 # What an operating system answers where a file cannot be written; other errors are bugs, and pass.
 REFUSALS = NO_ROOM | {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY, errno.ENAMETOOLONG}
-REFUSALS |= {errno.EBUSY, errno.EMFILE, errno.ESTALE}
+REFUSALS |= {errno.EBUSY, errno.EMFILE, errno.ESTALE, errno.EEXIST}  # the last one: a file where a folder is to be
 
 
 class WriteError(Exception):

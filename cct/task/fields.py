@@ -91,11 +91,8 @@ def is_conversation(value: Any) -> bool:
 
 def opened_conversation(value: Any) -> Any:
     """The messages that a text holds as JSON, as some files have them; any other value as it is."""
-    found = _opened(value) if isinstance(value, str) else None
-    if not is_conversation(found):
-        return value
-    assert isinstance(found, list)
-    return found if {"role", "content"} <= found[0].keys() else value
+    found: Any = _opened(value) if isinstance(value, str) else None
+    return found if is_conversation(found) and {"role", "content"} <= found[0].keys() else value
 
 
 def conversation(value: Sequence[Any]) -> tuple[Message, ...]:

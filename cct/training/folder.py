@@ -26,12 +26,12 @@ def new_folder(root: Path, name: str) -> Path:
     number = 1 + max([int(p.name) for p in (root / name).glob("*") if p.name.isdigit()], default=0)
     while True:
         folder = root / name / f"{number:03d}"
-        try:
-            with writing(folder):
+        with writing(folder):
+            try:
                 folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:  # another run took it
-            number += 1
+                return folder
+            except FileExistsError:  # another run took it
+                number += 1
 
 
 def must_be_run(folder: Path) -> None:

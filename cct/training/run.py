@@ -52,7 +52,7 @@ def start(
     """
     if not is_first():
         return train(recipe, None, console=console, profile=profile, callbacks=callbacks)
-    if into is not None and into.is_dir() and any(into.iterdir()):
+    if into is not None and into.exists() and not (into.is_dir() and not any(into.iterdir())):
         raise RecipeError(f"{into}: something is there already; name a new folder, or go on with --resume")
     folder = into or new_folder(root, recipe.name)
     with only_run(folder):
