@@ -21,7 +21,7 @@ from cct.policy import Policy, end_tokens, policies
 from cct.policy.weights import add_lora, save, shapes
 from cct.preflight import message_of
 from cct.recipe import Recipe, RecipeError
-from cct.system.files import damage, whole
+from cct.system.files import damage, kept, whole
 
 from .folder import checkpoints, load_run, must_be_run
 from .stopped import of_recipe
@@ -48,7 +48,7 @@ def export(run: Path, folder: Path, iteration: int | None = None, *, dtype: str 
         add_lora(actor, **recipe.policy.lora.model_dump())
     actor.load_state_dict(actor_weights(checkpoint))
     try:
-        with whole(folder) as unfinished:
+        with kept(run, folder) if folder.parent == run else whole(folder) as unfinished:  # a run's own has checksums
             save(actor, tokenizer, unfinished, dtype=getattr(torch, dtype) if dtype else None)
     except ValueError as error:
         raise RecipeError(f"{folder}: {error}") from error
