@@ -105,7 +105,7 @@ def test_byte_order_marks_carriage_returns_and_gzip_are_read(tmp_path):
     task = jsonl(tmp_path, {"prompt": "a", "answer": "1"})
     for data in (
         b'\xef\xbb\xbf{"prompt": "x\\r\\ny", "answer": "1"}\r\n\r\n{"prompt": "z", "answer": "2"}\r\n',
-        gzip.compress(b'{"prompt": "x\\r\\ny", "answer": "1"}\n{"prompt": "z", "answer": "2"}\n'),
+        gzip.compress(b'{"prompt": "x\\r\\ny", "answer": "1"}\n{"prompt": "z", "answer": "2"}\n', mtime=0),
     ):
         (tmp_path / "train.jsonl").write_bytes(data)
         assert [p.text for p in task.model_copy().training()] == ["x\r\ny", "z"]
@@ -115,7 +115,7 @@ def test_byte_order_marks_carriage_returns_and_gzip_are_read(tmp_path):
     ("data", "says"),
     [
         (b"", "holds no problem"),
-        (gzip.compress(b"{}" * 99)[:20], "cannot be read"),
+        (gzip.compress(b"{}" * 99, mtime=0)[:20], "cannot be read"),
         (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8"),
         (b'{"prompt": "a", "answer": "1", "answer": "2"}', "train.jsonl:1: not JSON .the key 'answer' stands twice"),
         (b"[" * 100_000, "train.jsonl:1: not JSON"),
