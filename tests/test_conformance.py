@@ -577,7 +577,7 @@ class Wrong(Transport):
 def test_the_command_judges_a_file_and_ends_with_1_where_it_fails(tmp_path, capsys):
     (tmp_path / "wrong.py").write_text(WRONG)
     for name in ("conformance_wrong", "Wrong"):
-        assert main(["check-operator", f"{tmp_path / 'wrong.py'}:{name}", "--examples", "5", "--set", "scale=2"]) == 1
+        assert main(["check-operator", f"{tmp_path / 'wrong.py'}:{name}", "--examples", "20", "--set", "scale=2"]) == 1
         printed = capsys.readouterr().out
         assert "  FAILED          noise        whatever stands at masked positions" in printed
         assert "smallest failing case:" in printed and "mask = torch.tensor([[0]]).bool()" in printed

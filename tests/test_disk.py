@@ -188,10 +188,30 @@ def test_a_command_that_cannot_write_ends_with_1_and_leaves_nothing_half_written
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
+LIMIT = """
+import resource
+from lightning import Callback
+
+class Limit(Callback):
+    def __init__(self, size):
+        self.size = size
+
+    def on_train_start(self, trainer, module):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+"""
+
+
+def from_the_start_of_training(folder: Path, size: int) -> str:
+    """The recipe's override by which no file may be larger than `size` once training starts, after the rehearsed export."""
+    (folder / "limit.py").write_text(LIMIT)
+    return f"callbacks=[{{use: '{folder / 'limit.py'}:Limit', arguments: {{size: {size}}}}}]"
+
+
 @pytest.mark.parametrize(
     ("what", "size", "sets"),
     [
         ("recipe.yaml", 500, []),
+        ("policy", 6000, []),
         ("metrics.jsonl", 2048, ["logging.rollouts=never", "logging.samples=0", "name=r"]),
         ("rollouts/0.safetensors", 4096, []),
         ("checkpoints/000001.ckpt", 100_000, []),
@@ -200,9 +220,10 @@ def test_a_command_that_cannot_write_ends_with_1_and_leaves_nothing_half_written
 def test_a_run_that_cannot_write_says_so_in_a_line(what, size, sets, tmp_path, capsys):
     recipe = tmp_path / "own.yaml"
     recipe.write_text(f"base: {RECIPES}/compo.yaml\n")
-    words = [word for knob in (*TINY, *TINY_CHAIN, *TINY_CRITIC, *WINDOW, *sets) for word in ("--set", knob)]
+    late = [] if what in ("recipe.yaml", "policy") else [from_the_start_of_training(tmp_path, size)]
+    words = [word for knob in (*TINY, *TINY_CHAIN, *TINY_CRITIC, *WINDOW, *sets, *late) for word in ("--set", knob)]
     folder = tmp_path / "run"
-    with at_most(size):
+    with at_most(resource.RLIM_INFINITY if late else size):
         assert main(["run", str(recipe), "--into", str(folder), *words]) == 1
     assert f"error: {folder / what}: cannot be written (File too large)" in one_error(capsys)
     assert not unfinished(tmp_path) and not checkpoints(folder)
@@ -212,12 +233,12 @@ def test_a_run_that_cannot_write_says_so_in_a_line(what, size, sets, tmp_path, c
 def test_a_run_that_had_no_room_is_resumed_to_the_same_bits(logger, run, runs, capsys):
     pytest.importorskip(logger)
     arguments = ["run", "--resume", str(run), "--set", "training.iterations=3", "--set", f"logging.logger={logger}"]
-    with at_most(30_000):
-        assert main(arguments) == 1
+    with at_most(resource.RLIM_INFINITY):
+        assert main([*arguments, "--set", from_the_start_of_training(run.parent, 30_000)]) == 1
     output, errors = capsys.readouterr()
     assert errors.count("\n") == 1 and "checkpoints/000003.ckpt: cannot be written" in errors
     assert "stopped early; go on with: cct run --resume '" in output and not unfinished(run)
-    assert main(arguments) == 0
+    assert main([*arguments, "--set", "callbacks=[]"]) == 0
     assert_same_tensors(final_state(run)["state_dict"], final_state(runs[1])["state_dict"])
     assert [event["iteration"] for event in read_metrics(run)] == [0, 0, 1, 2, 3]
 

@@ -233,7 +233,7 @@ def test_batches_without_responses_positions_or_steps_and_of_one_token_give_fini
 
 
 # What these give at masked positions means nothing.
-MOVES = {"from_start", "shuffle_within", "position_profile", "swap_between", "draw_marginal", "match_mean_log"}
+MOVES = {"ordered", "from_start", "shuffle_within", "position_profile", "swap_between", "draw_marginal", "match_mean_log"}
 
 
 @pytest.mark.parametrize("name", [name for name in MASKED if {"mask", "valid"} & set(parameters(name)) and name != "packed"])

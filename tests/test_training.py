@@ -157,8 +157,9 @@ def test_processes_share_the_greedy_responses(tmp_path):
 
     recipe = scattered(tmp_path)
     agent, tokenizer, _ = build(recipe)
-    whole = Sampler(recipe, agent.actor, tokenizer).greedy_scores(1)
-    parts = [Sampler(recipe, agent.actor, tokenizer, ranks=Alone(rank, 3)).greedy_scores(1) for rank in range(3)]
+    prompts = recipe.prompts(1, 1)
+    whole = Sampler(recipe, agent.actor, tokenizer).greedy_scores(prompts, 1)
+    parts = [Sampler(recipe, agent.actor, tokenizer, ranks=Alone(rank, 3)).greedy_scores(prompts, 1) for rank in range(3)]
     assert [len(part) for part in parts] == [1, 1, 2] and [score for part in parts for score in part] == whole
 
 

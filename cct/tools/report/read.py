@@ -65,6 +65,8 @@ def read_run(folder: Path) -> Run:
         recipe = load(written)[0]
     except (Unreadable, UnicodeDecodeError) as error:
         raise ReportError(f"{folder}/recipe.yaml: {error}") from None
+    if not isinstance(recipe, dict):
+        raise ReportError(f"{folder}/recipe.yaml: cannot be read (a mapping was expected)")
     tokens, fidelity = folder / "tokens.json", folder / "fidelity.json"
     return Run(
         str(folder),
