@@ -128,7 +128,8 @@ class Updates(LightningModule):
             if deepspeed is not None:
                 deepspeed.set_gradient_accumulation_boundary(last)
             loss = self._policy_loss(batch) if isinstance(batch, PolicyBatch) else self._critic_loss(batch)
-            later = isinstance(strategy, ParallelStrategy) and not last  # the processes share gradients once a step
+            # The processes share gradients once a step; DeepSpeed sees to that itself, and ZeRO-2 and 3 have no other way.
+            later = isinstance(strategy, ParallelStrategy) and deepspeed is None and not last
             with strategy.block_backward_sync() if later else nullcontext():  # type: ignore[attr-defined]
                 # The weights divide by the whole minibatch already; the strategy averages over processes.
                 self.manual_backward(loss * Ranks.current().world)
