@@ -127,6 +127,7 @@ class Updates(LightningModule):
             last = number == len(batches)
             if deepspeed is not None:
                 deepspeed.set_gradient_accumulation_boundary(last)
+                deepspeed.optimizer.clear_backward_seen_flag()  # a new backward begins, as its own forward would say
             loss = self._policy_loss(batch) if isinstance(batch, PolicyBatch) else self._critic_loss(batch)
             # The processes share gradients once a step; DeepSpeed sees to that itself, and ZeRO-2 and 3 have no other way.
             later = isinstance(strategy, ParallelStrategy) and deepspeed is None and not last
