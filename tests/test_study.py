@@ -368,6 +368,7 @@ def test_a_failed_cell_stops_no_other_and_an_interrupt_ends_what_runs(tmp_path):
     (process,) = blocked(tmp_path, 1, runner)
     while not (tmp_path / "tiny/cells/broken/0.failed").exists():
         time.sleep(0.05)
+    time.sleep(2)  # until the runner, which looks every now and then, has seen it too
     runner.send_signal(signal.SIGINT)
     output = runner.communicate()[0]
     assert runner.returncode == 130 and not alive(process)
