@@ -35,7 +35,7 @@ def new_folder(root: Path, name: str) -> Path:
 
 
 def must_be_run(folder: Path) -> None:
-    """Raises RecipeError where the folder is none of a run."""
+    """Raises RecipeError where the folder is not a run folder."""
     if not folder.is_dir():
         raise RecipeError(
             f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; a run's is like runs/compo/001"
@@ -45,7 +45,7 @@ def must_be_run(folder: Path) -> None:
 
 
 def load_run(folder: Path, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
-    """The recipe of a run that is looked at. Raises RecipeError where the folder is none of a run.
+    """The recipe of an existing run. Raises RecipeError where the folder is not a run folder.
 
     A plug-in is imported, which runs it, where it has the SHA-256 that the run recorded; with `trust` any is.
     """
@@ -83,7 +83,7 @@ def only_run(folder: Path) -> Iterator[None]:
 
 
 def must_be_trained(folder: Path) -> None:
-    """Raises RecipeError where the folder is none of a run that has ended."""
+    """Raises RecipeError where the folder is not a finished run."""
     must_be_run(folder)
     if not (folder / "policy").is_dir():
         raise RecipeError(f"{folder}: no exported policy (policy/); the run has not ended yet")

@@ -81,7 +81,7 @@ def strategy_of(recipe: Recipe) -> Strategy | str:
     if name == "ddp":
         # A pass of the critic leaves the actor without gradient, and the other way round.
         return DDPStrategy(find_unused_parameters=recipe.critic is not None, process_group_backend="nccl" if on_gpu else "gloo")
-    if name == "fsdp":  # one file per checkpoint, as without it; `CreditModule.configure_model` says what is split
+    if name == "fsdp":  # one file per checkpoint, as without it; `Updates.configure_model` says what is split
         return ModelParallelStrategy(
             data_parallel_size=training.processes, tensor_parallel_size=1, save_distributed_checkpoint=False
         )

@@ -54,7 +54,7 @@ def is_run(folder: Path) -> bool:
 
 
 def read_run(folder: Path) -> Run:
-    """Raises ReportError where the folder is none of a run, or holds no numbers yet."""
+    """Raises ReportError where the folder is not a run folder, or holds no numbers yet."""
     if not is_run(folder):
         raise ReportError(f"{folder}: neither a run (recipe.yaml, metrics.jsonl) nor a study (results.json)")
     events = read_lines(folder / "metrics.jsonl")

@@ -50,7 +50,7 @@ SAMPLES = 12
 
 
 def runs_report(folders: Sequence[Path]) -> Report:
-    """One run, or several side by side. Raises ReportError where a folder is none of a run."""
+    """One run, or several side by side. Raises ReportError where a folder is not a run folder."""
     runs = [read_run(folder) for folder in folders]
     names = _names(runs)
     numbers = summary(runs, names)
