@@ -1,0 +1,168 @@
+"""The Environment axis: what answers the policy, turn by turn, and rewards it. Without one an episode is a single response."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
+
+from cct.registry import Component, Registry
+
+if TYPE_CHECKING:
+    from cct.rollout import Message, Prompt
+
+
+# What the policy reads next: a text, which the chat template writes as a user's turn, or messages {role, content}.
+Observation = str | Sequence["Message"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """What the policy said in one turn."""
+
+    text: str
+    """Decoded without special tokens."""
+    raw: str = ""
+    """Decoded with them, without the token that ended the turn: tool calls may be marked by special tokens."""
+    finished: bool = True
+    """The policy ended the turn; False where the length limit cut it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the environment answers to an action."""
+
+    observation: Observation | None = None
+    """What the policy reads next. Needed unless the episode ends here."""
+    reward: float | Mapping[str, float] = 0.0
+    """Of this turn; named components where there are several, whose sum counts."""
+    done: bool = False
+    """The episode ends with this turn, by the rules."""
+    truncated: bool = False
+    """It ends because it was cut, by a limit that is no part of the rules: what might have followed still has a value."""
+    state: str | None = None
+    """A name of the state in which the next turn begins: turns that begin in the same one can be compared. None: unknown."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How an episode begins."""
+
+    observation: Observation = ""
+    """Follows the task's prompt, or is the whole prompt where that has no text."""
+    state: str | None = None
+    """A name of the state in which the first turn begins."""
+
+
+class Episode:
+    """One episode: its state, and what changes it. The same prompt, seed and actions always give the same episode.
+
+    cct plays it again from its start where it must return to an earlier turn or a worker process died; `random` is seeded for
+    each episode by itself, however many are played at once.
+    """
+
+    def reset(self) -> Start | Observation:
+        """The beginning. Called once, before any step."""
+        raise NotImplementedError
+
+    def step(self, action: Action) -> Step:
+        """The answer to the policy's turn. Not called again after one that is done or truncated."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The episode is over."""
+
+
+class Environment(Component):
+    """Turns a prompt into an episode of several turns."""
+
+    max_turns: int = Field(8, ge=1, le=1000)
+    """Turns of the policy at most; an episode that is not done by then is cut."""
+    max_tokens: int | None = Field(None, ge=1, le=10_000_000)
+    """Tokens of a whole episode at most, its prompt left out and observations included; null: as many as the model takes."""
+    history: Literal["template", "sampled"] = "template"
+    """What the policy reads of earlier turns where the chat template writes them otherwise than they were sampled (without
+    their thinking, say). template: what it writes, in a new row of the same episode. sampled: the tokens as they were."""
+    on_error: Literal["fail", "end", "drop"] = "fail"
+    """Where a step raises, takes too long or answers with something that cannot be used: stop the run, end the episode with the
+    rewards it has, or leave it out of the update."""
+    workers: int = Field(0, ge=0, le=256)
+    """Processes that play beside the trainer; 0 plays in the trainer's own, which an environment that hangs would hold up."""
+    time_limit: float | None = Field(None, gt=0, le=86400)
+    """Seconds for one step, after which its worker is ended and replaced; null for no limit. Needs workers."""
+
+    @model_validator(mode="after")
+    def _has_someone_to_end(self) -> Environment:
+        if self.time_limit is not None and not self.workers:
+            raise ValueError(
+                "time_limit needs a worker process that can be ended: set workers to 1 or more, or time_limit: null"
+            )
+        return self
+
+    def open(self, prompt: Prompt, seed: int) -> Episode:
+        """A new episode. seed: of its chance; what all episodes of a prompt share stands in the prompt."""
+        raise NotImplementedError
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the rewards that its steps give where they are named; empty where a step's reward is one number."""
+        return ()
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Least and greatest total reward of an episode."""
+        return 0.0, 1.0
+
+    @property
+    def tools(self) -> Sequence[dict[str, Any]]:
+        """JSON schemas of the tools that the chat template tells the policy about."""
+        return ()
+
+    @property
+    def alphabet(self) -> str:
+        """Characters that observations and the expert's actions hold; a character tokenizer is made of them."""
+        return ""
+
+    @property
+    def provides(self) -> frozenset[str]:
+        return frozenset({"environment"})
+
+    def expert(self, prompt: Prompt, seen: Sequence[Observation], rng: random.Random) -> str:
+        """An action for a warm start, after these observations; environments that have one provide `demonstrations`."""
+        raise NotImplementedError(f"environment '{self.use}' has no expert to start from")
+
+    def demonstration(self, prompt: Prompt, seed: int) -> Demonstration:
+        """An episode that the expert plays."""
+        rng, episode = random.Random(seed), self.open(prompt, seed)
+        start = started(episode.reset())
+        seen, turns = [start.observation], []
+        for _ in range(self.max_turns):
+            text = self.expert(prompt, seen, rng)
+            step = episode.step(Action(text, text))
+            over = step.done or step.truncated
+            turns.append((text, None if over else step.observation))
+            if over:
+                break
+            assert step.observation is not None
+            seen.append(step.observation)
+        return Demonstration(start.observation, turns)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """An episode as the expert played it."""
+
+    start: Observation
+    turns: list[tuple[str, Observation | None]] = field(default_factory=list)
+    """Each action, and what was observed after it; None after the last."""
+
+
+def started(found: Start | Observation) -> Start:
+    """What `reset` returned, as a Start."""
+    return found if isinstance(found, Start) else Start(found)
+
+
+environments: Registry[Environment] = Registry("environment", Environment)
