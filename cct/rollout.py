@@ -292,6 +292,11 @@ class Rollout:
     starts: Tensor | None = None  # [B, T] bool, first tokens of segments, where the transport asked for branches
     branch_values: Tensor | None = None  # [B, T] at those: mean return of continuations sampled from there; 0 elsewhere
     seed: int = 0  # for parts that draw, derived from recipe seed and iteration
+    episodes: Tensor | None = None  # [B] int, rows of one episode share a number; None: every row is one
+    order: Tensor | None = None  # [B] int, place of the row in its episode, from 0 on
+    turns: Tensor | None = None  # [B, T] int, number of the token's turn in its episode; -1 where the policy emitted none
+    versions: Tensor | None = None  # [B, T] int, iteration whose update made the policy that emitted the token; -1 likewise
+    components: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, T] rewards by what gave them, unweighted
 
     @property
     def prompt_width(self) -> int:

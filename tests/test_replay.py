@@ -40,7 +40,15 @@ def test_a_run_stores_what_its_transport_saw(finished):
 
 def test_a_rollout_comes_back_whole(tmp_path):
     rollout = make_rollout(
-        statistics=["a/b", "entropy"], rollout_logprobs=torch.rand(6, 9), moments={"a/b": (0.5, 0.25)}, seed=7
+        statistics=["a/b", "entropy"],
+        rollout_logprobs=torch.rand(6, 9),
+        moments={"a/b": (0.5, 0.25)},
+        seed=7,
+        episodes=torch.tensor([0, 0, 1, 2, 2, 2]),
+        order=torch.tensor([1, 0, 0, 0, 1, 2]),
+        turns=torch.randint(-1, 3, (6, 9)),
+        versions=torch.randint(-1, 9, (6, 9)),
+        components={"exact_match": torch.rand(6, 9), "environment/hint": torch.rand(6, 9)},
     )
     store(rollout, tmp_path, -1, Logging())
     back = load(stored(tmp_path)[-1])
@@ -48,7 +56,7 @@ def test_a_rollout_comes_back_whole(tmp_path):
         before, after = getattr(rollout, field.name), getattr(back, field.name)
         if isinstance(before, torch.Tensor):
             assert torch.equal(before, after) and before.dtype == after.dtype, field.name
-        elif field.name == "stats":
+        elif field.name in ("stats", "components"):
             assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
         else:
             assert before == after, field.name

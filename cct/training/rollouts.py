@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,7 @@ from cct.recipe import Logging, RecipeError
 from cct.rollout import Rollout
 from cct.system.files import damage, forget, kept, remove, write_text
 
+NAMED = ("stats", "components")  # fields that hold [B, T] by name, stored as `stats/NAME`
 FULL = "full"  # a file of this name: the limit was reached, nothing is kept from there on
 
 
@@ -30,7 +32,9 @@ def store(rollout: Rollout, folder: Path, iteration: int, logging: Logging) -> N
         for field in fields(rollout)
         if isinstance(value := getattr(rollout, field.name), Tensor)
     }
-    tensors |= {f"stats/{name}": x.detach().float().cpu().contiguous() for name, x in rollout.stats.items()}
+    for kind in NAMED:
+        some = getattr(rollout, kind).items()
+        tensors |= {f"{kind}/{name}": x.detach().float().cpu().contiguous() for name, x in some}
     # Token numbers are small, and padding is seen from the mask: half the bytes.
     tensors = {name: x.to(torch.int32) if x.dtype == torch.int64 else x for name, x in tensors.items()}
     tensors["attention_mask"] = tensors["attention_mask"].bool()
@@ -63,10 +67,13 @@ def load(path: Path) -> Rollout:
     except (OSError, SafetensorError) as error:
         raise RecipeError(f"{path}: cannot be read ({error})") from None
     whole = {name: x.long() if x.dtype == torch.int32 or name == "attention_mask" else x for name, x in tensors.items()}
-    stats = {name.removeprefix("stats/"): whole.pop(name) for name in list(whole) if name.startswith("stats/")}
+    named: dict[str, Any] = {
+        kind: {name.removeprefix(f"{kind}/"): whole.pop(name) for name in list(whole) if name.startswith(f"{kind}/")}
+        for kind in NAMED
+    }
     moments = {name: (float(mean), float(std)) for name, (mean, std) in json.loads(metadata["moments"]).items()}
     assert all(math.isfinite(x) for pair in moments.values() for x in pair)
-    return Rollout(**whole, stats=stats, moments=moments, seed=int(metadata["seed"]))
+    return Rollout(**whole, **named, moments=moments, seed=int(metadata["seed"]))
 
 
 def drop_after(folder: Path, iteration: int) -> None:
