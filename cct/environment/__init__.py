@@ -1,5 +1,6 @@
 """Environments: what answers the policy, turn by turn."""
 
+from . import guess_number  # noqa: F401  (registration)
 from .base import Action, Demonstration, Environment, Episode, Observation, Start, Step, environments
 
 __all__ = ["Action", "Demonstration", "Environment", "Episode", "Observation", "Start", "Step", "environments"]

@@ -117,9 +117,28 @@ class Environment(Component):
         return 0.0, 1.0
 
     @property
-    def tools(self) -> Sequence[dict[str, Any]]:
+    def tool_schemas(self) -> Sequence[dict[str, Any]]:
         """JSON schemas of the tools that the chat template tells the policy about."""
         return ()
+
+    def fitted(self, chat_template: str | None) -> Environment:
+        """This environment as it plays with a policy of this chat template; by default the same with all of them."""
+        return self
+
+    @property
+    def example(self) -> Prompt:
+        """A prompt that it can open an episode of; the conformance suite takes it."""
+        from cct.rollout import Prompt
+
+        return Prompt("3+4=", "7", {"seed": 0})
+
+    def outside(self, total: float) -> str | None:
+        """What is wrong with the total reward of an episode: it is outside `bounds`, by more than rounding; or None."""
+        low, high = self.bounds
+        slack = 1e-6 * max(1.0, abs(low), abs(high))
+        if low - slack <= total <= high + slack:
+            return None
+        return f"the episode's rewards add up to {total:g}, outside the environment's bounds [{low:g}, {high:g}]"
 
     @property
     def alphabet(self) -> str:
@@ -130,17 +149,18 @@ class Environment(Component):
     def provides(self) -> frozenset[str]:
         return frozenset({"environment"})
 
-    def expert(self, prompt: Prompt, seen: Sequence[Observation], rng: random.Random) -> str:
-        """An action for a warm start, after these observations; environments that have one provide `demonstrations`."""
+    def expert(self, prompt: Prompt, seen: Sequence[Observation], said: Sequence[str], rng: random.Random) -> str:
+        """An action for a warm start, after these observations and its own actions between them; environments that have an
+        expert provide `demonstrations`."""
         raise NotImplementedError(f"environment '{self.use}' has no expert to start from")
 
     def demonstration(self, prompt: Prompt, seed: int) -> Demonstration:
         """An episode that the expert plays."""
         rng, episode = random.Random(seed), self.open(prompt, seed)
         start = started(episode.reset())
-        seen, turns = [start.observation], []
+        seen, said, turns = [start.observation], list[str](), []
         for _ in range(self.max_turns):
-            text = self.expert(prompt, seen, rng)
+            text = self.expert(prompt, seen, said, rng)
             step = episode.step(Action(text, text))
             over = step.done or step.truncated
             turns.append((text, None if over else step.observation))
@@ -148,6 +168,7 @@ class Environment(Component):
                 break
             assert step.observation is not None
             seen.append(step.observation)
+            said.append(text)
         return Demonstration(start.observation, turns)
 
 
