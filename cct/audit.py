@@ -146,7 +146,7 @@ def audit(recipe: Recipe) -> Audit:
 
     Training prompts as `drawn`, the held-out ones, and those of the frozen sets, by which `cct eval` fails and a run does not.
     """
-    result, alphabet = Audit(), recipe.task.alphabet if recipe.policy.reads_alphabet else ""
+    result, alphabet = Audit(), recipe.alphabet if recipe.policy.reads_alphabet else ""
     tokenizer = recipe.policy.tokenizer(alphabet=alphabet)
     positions = getattr(recipe.policy.config(alphabet=alphabet).get_text_config(), "max_position_embeddings", None)
     sets = {"training": drawn(recipe), "held out": list(recipe.task.held_out())}

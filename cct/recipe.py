@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from cct.critic import Critic, critics
+from cct.environment import Environment, environments
 from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries
 from cct.policy import Generation, Policy, engines, policies
@@ -190,6 +191,8 @@ class Recipe(Knobs):
     """Files or modules that register components of your own."""
     task: Annotated[Task, tasks]
     """Prompts and gold answers."""
+    environment: Annotated[Environment, environments] | None = None
+    """Turns the task's prompts into episodes of several turns; null for single responses."""
     policy: Annotated[Policy, policies]
     """The language model."""
     generation: Annotated[Generation, engines]
@@ -225,6 +228,11 @@ class Recipe(Knobs):
         ends = [sorted(bound * part.weight for bound in part.bounds) for part in self.evidence]
         return sum(low for low, _ in ends), sum(high for _, high in ends)
 
+    @property
+    def alphabet(self) -> str:
+        """Characters of the task and of the environment, for policies that make their own tokenizer of them."""
+        return self.task.alphabet + (self.environment.alphabet if self.environment is not None else "")
+
     def prompts(self, first: int, last: int) -> list[Prompt]:
         """Training prompts of iterations `first` to `last`.
 
@@ -245,7 +253,7 @@ class Recipe(Knobs):
     def warnings(self) -> list[str]:
         """What can be run and cannot be meant, each with its place. The task's data are read for it."""
         written = getattr(self.policy, "alphabet", None)  # of a policy that makes its own tokenizer
-        if written is None or "#" in (written or self.task.alphabet):
+        if written is None or "#" in (written or self.alphabet):
             return []
         return [
             f"evidence.{index}: 'exact_match' looks for the answer behind a '#' unless its pattern says otherwise, and policy "

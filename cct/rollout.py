@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# One turn of a conversation: its role and its content.
+# One turn of a conversation: its role and its content; a tool's result also names the call it answers.
 Message = dict[str, str]
 
 # Whose ratio of trainer to engine counts at a token: its own, that of the tokens after it.
@@ -54,17 +54,37 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Response:
-    """What the policy emitted for one prompt."""
+class Turn:
+    """One turn of an episode: what the policy emitted, and what its environment made of it."""
 
     text: str
     """Decoded without special tokens."""
+    tokens: int
+    """Emitted in it, its end token included."""
+    finished: bool = True
+    """The policy ended it; False where the length limit did."""
+    observation: str = ""
+    """What the policy read next, as text; empty after the last turn."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """By the name of the component; "" where the environment names none."""
+    state: str | None = None
+    """The environment's name of the state in which the turn began."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What the policy emitted for one prompt: one text, or the turns of an episode."""
+
+    text: str
+    """Decoded without special tokens; of an episode its last turn."""
     tokens: tuple[int, ...]
-    """Emitted token ids, the end token included."""
+    """Emitted token ids, the end token included; of an episode those of all turns, without what was observed between them."""
     finished: bool
-    """It ended by itself; False where the length limit cut it (`finish_reason`)."""
+    """It ended by itself; False where a limit cut it (`finish_reason`)."""
     logprobs: tuple[float, ...] = ()
     """Per token, of the distribution that the engine drew it from; empty where greedy."""
+    turns: tuple[Turn, ...] = ()
+    """Of an episode; empty without an environment."""
 
 
 class Statistic(Knobs):

@@ -10,19 +10,19 @@ from cct.training.minibatches import micro_batches, trimmed
 
 def test_rows_of_like_length_go_together_and_to_ranks_in_turn():
     sizes = [(3, 5), (9, 5), (4, 5), (8, 5), (1, 5), (2, 5), (7, 5), (6, 5)]
-    assert micro_batches(sizes, 8, 1, rows=4) == [[[1, 3, 6, 7], [2, 0, 5, 4]]]
-    assert micro_batches(sizes, 8, 2, rows=2) == [[[1, 6], [2, 5]], [[3, 7], [0, 4]]]
-    assert micro_batches(sizes, 4, 1, rows=4) == [[[1, 3, 2, 0], [6, 7, 5, 4]]]
+    assert micro_batches(sizes, [8], 1, rows=4) == [[[1, 3, 6, 7], [2, 0, 5, 4]]]
+    assert micro_batches(sizes, [8], 2, rows=2) == [[[1, 6], [2, 5]], [[3, 7], [0, 4]]]
+    assert micro_batches(sizes, [4, 4], 1, rows=4) == [[[1, 3, 2, 0], [6, 7, 5, 4]]]
 
 
 def test_a_budget_counts_padding_and_lets_a_longer_row_go_alone():
     sizes = [(30, 2), (8, 2), (8, 2), (3, 2), (3, 2), (3, 2)]
-    assert micro_batches(sizes, 6, 1, rows=6, tokens=20) == [[[0], [1, 2], [3, 4, 5]]]  # 32; 2 x 10; 3 x 5
+    assert micro_batches(sizes, [6], 1, rows=6, tokens=20) == [[[0], [1, 2], [3, 4, 5]]]  # 32; 2 x 10; 3 x 5
 
 
 def test_every_minibatch_makes_as_many_forwards_as_the_fullest():
     sizes = [(18, 2), (18, 2), (8, 2), (8, 2)]
-    assert micro_batches(sizes, 2, 1, rows=2, tokens=20) == [[[0], [1], [2], [3]]]
+    assert micro_batches(sizes, [2, 2], 1, rows=2, tokens=20) == [[[0], [1], [2], [3]]]
 
 
 @given(
@@ -32,7 +32,7 @@ def test_every_minibatch_makes_as_many_forwards_as_the_fullest():
 )
 def test_each_row_is_in_one_forward_of_its_minibatch_and_ranks_make_equally_many(sizes, minibatch_and_world, tokens):
     minibatch, world = minibatch_and_world
-    plan = micro_batches(sizes, minibatch, world, rows=1, tokens=tokens)
+    plan = micro_batches(sizes, [minibatch] * (len(sizes) // minibatch), world, rows=1, tokens=tokens)
     forwards = len(plan[0]) // (12 // minibatch)
     assert all(len(of_rank) == forwards * (12 // minibatch) for of_rank in plan)
     for number in range(12 // minibatch):

@@ -35,7 +35,8 @@ from cct.tools.fidelity.scores import (
 from cct.tools.fidelity.table import summary
 from cct.training.building import restore
 from cct.training.folder import checkpoints
-from cct.training.sampler import Row, Sampler
+from cct.training.rows import Row
+from cct.training.sampler import Sampler
 from cct.transport import transports
 
 POSITIONS = ["--positions", "24", "--continuations", "8", "--batches", "2"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
@@ -179,6 +179,20 @@ class Demonstration:
     start: Observation
     turns: list[tuple[str, Observation | None]] = field(default_factory=list)
     """Each action, and what was observed after it; None after the last."""
+
+
+def opened(prompt: Prompt, observation: Observation) -> Prompt:
+    """The prompt with what the environment opens with: a text follows its text, messages its messages."""
+    if not observation:
+        return prompt
+    if not prompt.text and not prompt.messages:
+        if isinstance(observation, str):
+            return replace(prompt, text=observation)
+        return replace(prompt, text=observation[-1]["content"], messages=tuple(observation))
+    if isinstance(observation, str) and not prompt.messages:
+        return replace(prompt, text=f"{prompt.text}{observation}")
+    asked, more = ([{"role": "user", "content": x}] if isinstance(x, str) else list(x) for x in (prompt.written, observation))
+    return replace(prompt, messages=(*asked, *more))
 
 
 def started(found: Start | Observation) -> Start:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -10,12 +11,12 @@ from pydantic import Field
 from cct.registry import Component, Knobs, Registry, install
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from cct.rollout import Message
 
+
+Tools = Sequence[dict[str, Any]]  # JSON schemas
 
 # Added to the recipe's seed for the stream of demonstrations, so that they are not the training prompts over again.
 WARM_START_SEED = 1_000_003
@@ -111,14 +112,38 @@ class Policy(Component):
         """What the end of every prompt has opened of the response; evidence sees it as the response's beginning."""
         return ""
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message]) -> list[int]:
-        """Token ids of a prompt, a text or messages, as the model is to see it. Raises ValueError where it takes none."""
+    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Token ids of a prompt, a text or messages, as the model is to see it. Raises ValueError where it takes none.
+
+        tools: JSON schemas of what the chat template tells the policy about.
+        """
         if not isinstance(text, str):
             raise ValueError(
                 f"policy '{self.use}': the prompt is a list of messages, and there is no chat template to write it by; take a "
                 "chat model and leave `chat` at auto, or make a text of the row with task.template"
             )
         return encode_prompt(tokenizer, text)
+
+    def written(self, tokenizer: PreTrainedTokenizerBase, talk: Sequence[Message], tools: Tools = ()) -> str | None:
+        """A conversation up to the policy's next turn, as the chat template writes it; None where none is used."""
+        return None
+
+    def between(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: str | Sequence[Message],
+        observation: str | Sequence[Message],
+        tools: Tools = (),
+    ) -> str:
+        """What stands between a turn of the policy and its next one: the end of the turn, the observation, what opens the next.
+
+        Without a chat template the observation alone. Raises ValueError where the template cannot write it.
+        """
+        if not isinstance(observation, str):
+            raise ValueError(
+                f"policy '{self.use}': the observation is a list of messages, and there is no chat template to write it by"
+            )
+        return observation
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

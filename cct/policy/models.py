@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from cct.registry import install
 
-from .base import Policy, Shape, policies
+from .base import Policy, Shape, Tools, policies
 from .folders import end_of_turn, json_object, must_be_a_model, must_be_plain, must_be_whole, stored_ends, token_list
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PAD, END, UNKNOWN = "<pad>", "<end>", "<unk>"
 PACKAGE = "package:"
+SPOKEN = "a-turn-of-the-policy"  # stands for one where it is asked what a chat template writes after it
 
 
 @policies.register("scratch")
@@ -261,8 +262,8 @@ class Pretrained(Policy):
     def opened(self) -> str:
         return self.response_prefix
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message]) -> list[int]:
-        written = self._written(tokenizer, text)
+    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message], tools: Tools = ()) -> list[int]:
+        written = self._written(tokenizer, text, tools)
         if written is None:
             ids, written = super().encode(tokenizer, text), str(text)
         else:
@@ -272,23 +273,51 @@ class Pretrained(Policy):
             raise ValueError(f"policy.response_prefix: a prompt ends in {end!r}, not in {self.response_prefix!r}")
         return ids
 
+    def written(self, tokenizer: PreTrainedTokenizerBase, talk: Sequence[Message], tools: Tools = ()) -> str | None:
+        return self._written(tokenizer, talk, tools)
+
+    def between(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: str | Sequence[Message],
+        observation: str | Sequence[Message],
+        tools: Tools = (),
+    ) -> str:
+        talk = [*as_messages(prompt), {"role": "assistant", "content": SPOKEN}, *as_messages(observation)]
+        written = self._written(tokenizer, talk, tools)
+        if written is None:
+            return super().between(tokenizer, prompt, observation, tools)
+        _, found, behind = written.rpartition(SPOKEN)
+        if not found:
+            raise ValueError(
+                f"policy: the chat template of '{self.path}' leaves out what the policy said in earlier turns, so it cannot "
+                "write an episode of several turns"
+            )
+        return behind
+
     def _templated(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Whether prompts go through the chat template."""
         return self.chat != "never" and tokenizer.chat_template is not None
 
-    def _written(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message]) -> str | None:
+    def _written(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message], tools: Tools = ()) -> str | None:
         """A prompt as the chat template writes it; None where none is used. Raises ValueError where it refuses the prompt."""
         if not self._templated(tokenizer):
             return None
-        messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+        messages = as_messages(text)
         if self.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.system})
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **self.chat_options}
+        options |= {"tools": list(tools)} if tools else {}
         try:
             return str(tokenizer.apply_chat_template(messages, **options))
         except Exception as error:  # the template's own, of whatever kind
             said = messages[-1]["content"][:60]
             raise ValueError(f"policy: the chat template of '{self.path}' refuses the prompt {said!r}: {error}") from error
+
+
+def as_messages(text: str | Sequence[Message]) -> list[Message]:
+    """A text as a user's message; messages as they are."""
+    return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
 
 
 def _in_package(path: str) -> str:

@@ -25,7 +25,7 @@ def parameter_counts(recipe: Recipe) -> dict[str, int]:
     from transformers import AutoModelForCausalLM
 
     try:
-        config = recipe.policy.config(alphabet=recipe.task.alphabet)
+        config = recipe.policy.config(alphabet=recipe.alphabet)
     except (OSError, ValueError) as error:
         raise RecipeError(f"policy '{recipe.policy.use}': {str(error).splitlines()[0]}") from None
     with torch.device("meta"):

@@ -268,7 +268,7 @@ class Problems:
     @property
     def alphabet(self) -> str:
         """The task's characters, where the policy makes its tokenizer of them."""
-        return self.recipe.task.alphabet if self.recipe.policy.reads_alphabet and not self.missing else ""
+        return self.recipe.alphabet if self.recipe.policy.reads_alphabet and not self.missing else ""
 
 
 def _prompt_tokens(recipe: Recipe, problems: Problems, notes: list[str]) -> int:

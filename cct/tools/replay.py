@@ -128,7 +128,7 @@ def save_tokens(folder: Path, written: Sequence[str], plugins: Sequence[str] = (
     """
     replay = Replay.of(folder, written, plugins, trust=trust)
     recipe = replay.recipe
-    tokenizer = recipe.policy.tokenizer(alphabet=recipe.task.alphabet)
+    tokenizer = recipe.policy.tokenizer(alphabet=recipe.alphabet)
     numbers = [number for number in replay.paths if number > 0] or list(replay.paths)
     responses = []
     for number in dict.fromkeys((numbers[0], numbers[-1])):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,19 +26,25 @@ from cct.tensors import as_mask
 from cct.transport.functional import masked_mean_std
 
 from .agent import Agent
-from .minibatches import Plan, forward_plans, trimmed
+from .minibatches import Plan, forward_plans, or_any, trimmed
 from .processes import Ranks
-from .sampler import Row, Sampler
+from .rows import OBSERVED, Row
+from .sampler import Sampler
 from .stopped import TrainingStopped, attributed_to
 
 # Share of the old running mean and deviation of a statistic kept at each iteration: follows the policy within ~10 iterations.
 MOMENTS_DECAY = 0.9
 
 
-def random_order(recipe: Recipe, iteration: int, count: int) -> list[int]:
-    """The order in which an iteration's responses are cut into minibatches: numbers of rows as they were sampled."""
+def random_order(recipe: Recipe, iteration: int, rows: Sequence[Row]) -> list[list[int]]:
+    """Minibatches of an iteration's rows, by their numbers as they were sampled: random episodes, each with all its rows."""
+    of_episode: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        of_episode.setdefault(row.episode, []).append(number)
     generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "order", iteration))
-    return torch.randperm(count, generator=generator).tolist()
+    episodes, size = list(of_episode.values()), recipe.training.minibatch_size
+    order = [episodes[number] for number in torch.randperm(len(episodes), generator=generator).tolist()]
+    return [[number for rows in order[start : start + size] for number in rows] for start in range(0, len(order), size)]
 
 
 class Estimator:
@@ -60,17 +67,18 @@ class Estimator:
 
     def rollout(self, rows: Sequence[Row], pad: int, iteration: int) -> Rollout:
         """The responses as tensors: prompts padded on the left with `pad`, responses on the right."""
-        left, right = max(len(row.prompt_tokens) for row in rows), max(1, max(len(row.response.tokens) for row in rows))
+        left, right = max(len(row.prompt_tokens) for row in rows), max(1, max(len(row.tokens) for row in rows))
         input_ids = torch.full((len(rows), left + right), pad)
         attention_mask, rewards = torch.zeros_like(input_ids), torch.zeros(len(rows), right)
-        rollout_logprobs = torch.zeros_like(rewards)
+        rollout_logprobs, turns = torch.zeros_like(rewards), torch.full((len(rows), right), OBSERVED)
         for number, row in enumerate(rows):
-            first, n = left - len(row.prompt_tokens), len(row.response.tokens)
-            input_ids[number, first : left + n] = torch.tensor([*row.prompt_tokens, *row.response.tokens])
+            first, n = left - len(row.prompt_tokens), len(row.tokens)
+            input_ids[number, first : left + n] = torch.tensor([*row.prompt_tokens, *row.tokens])
             attention_mask[number, first : left + n] = 1
-            rewards[number, :n] = torch.tensor(row.rewards)
-            rollout_logprobs[number, :n] = torch.tensor(row.response.logprobs)
-        mask = attention_mask[:, left:].bool() & torch.tensor([row.keep for row in rows]).unsqueeze(1)
+            turns[number, :n] = torch.tensor(row.turns)
+            rewards[number, row.emitted] = torch.tensor(row.own_rewards)
+            rollout_logprobs[number, row.emitted] = torch.tensor(row.logprobs)
+        mask = (turns != OBSERVED) & torch.tensor([row.keep for row in rows]).unsqueeze(1)
         device = self.agent.actor.device
         sampled = rollout_logprobs.to(device)
         return Rollout(
@@ -84,7 +92,31 @@ class Estimator:
             sampled.clone(),  # by the trainer, which may still say it itself
             moments=dict(self.moments),
             seed=derive_seed(self.recipe.seed, "transport", iteration),
+            **(self._of_episodes(rows, turns) if self.recipe.environment is not None else {}),
         )
+
+    def _of_episodes(self, rows: Sequence[Row], turns: Tensor) -> dict[str, Any]:
+        """What a rollout says of episodes. turns: [B, T], `OBSERVED` where the policy emitted nothing."""
+        device, episodes = self.agent.actor.device, torch.tensor([row.episode for row in rows])
+        names = dict.fromkeys(name for row in rows for turn in row.response.turns for name in turn.rewards)
+        states = dict.fromkeys((row.group, turn.state) for row in rows for turn in row.response.turns if turn.state is not None)
+        number_of = {state: number for number, state in enumerate(states)}
+        anchors = torch.full_like(turns, -1)
+        components = {name: torch.zeros(turns.shape) for name in names}
+        for number, row in enumerate(rows):
+            for k, turn in enumerate(row.response.turns):
+                places = (turns[number] == k).nonzero().flatten()
+                anchors[number, places] = number_of.get((row.group, turn.state), -1)
+                for name, reward in turn.rewards.items():
+                    components[name][number, places[-1:]] = reward
+        return {
+            "episodes": episodes.to(device),
+            "order": torch.tensor([row.order for row in rows], device=device),
+            "turns": turns.to(device),
+            "versions": torch.where(turns == OBSERVED, -1, max(0, rows[0].iteration - 1)).to(device),
+            "anchors": anchors.to(device),
+            "components": {name: x.to(device) for name, x in components.items()},
+        }
 
     def greedy(
         self, sampler: Sampler, rollout: Rollout, rows: Sequence[Row], iteration: int
@@ -112,8 +144,10 @@ class Estimator:
                 raise ValueError(f"starts must have shape {tuple(rollout.mask.shape)}; got {tuple(starts.shape)}")
             starts = starts & rollout.mask
         places = [row.nonzero().flatten().tolist() for row in starts]
+        emitted = [{place: number for number, place in enumerate(row.emitted)} for row in rows]
+        counted = [[numbers[place] for place in here] for here, numbers in zip(places, emitted, strict=True)]
         seed = derive_seed(self.recipe.seed, "branch", iteration)
-        found, cost = sampler.branch_values(rows, places, seed)
+        found, cost = sampler.branch_values(rows, counted, seed)
         values = torch.zeros_like(rollout.rewards)
         for number, (here, some) in enumerate(zip(places, found, strict=True)):
             values[number, here] = torch.tensor(some, dtype=values.dtype, device=values.device)
@@ -133,9 +167,12 @@ class Estimator:
     @torch.no_grad()
     def _forward(self, rollout: Rollout, plan: Plan | None) -> tuple[Rollout, list[Trace]]:
         ranks = Ranks.current()
-        plan = plan or forward_plans([rollout], self.recipe.training, ranks.world)[0]
+        if plan is None:
+            size = self.recipe.training.minibatch_size
+            cuts = [len(part) for part in torch.arange(len(rollout.mask)).split(size)]
+            plan = forward_plans([(rollout, cuts)], self.recipe.training, ranks.world)[0]
         width, readings, reference = rollout.mask.shape[1], [], []
-        for rows in plan[ranks.rank]:
+        for rows, _ in map(or_any, plan[ranks.rank]):
             columns, narrow = trimmed(rollout, rows)
             ids, attention_mask = rollout.input_ids[rows, columns], rollout.attention_mask[rows, columns]
             readings.append(
@@ -146,7 +183,8 @@ class Estimator:
         shares = [torch.tensor([row for rows in of_rank for row in rows]) for of_rank in plan]
 
         def join(parts: Iterable[Tensor], width: int = width) -> Tensor:
-            whole = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
+            mine = zip(parts, plan[ranks.rank], strict=True)
+            whole = [torch.nn.functional.pad(part[: len(rows)], (0, width - part.shape[1])) for part, rows in mine]
             return ranks.gather_rows(torch.cat(whole), shares)
 
         stats = {name: join(reading.stats[name] for reading in readings) for name in readings[0].stats}

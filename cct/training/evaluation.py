@@ -38,8 +38,9 @@ def _greedy(sampler: Sampler, name: str, every: Sequence[Prompt], iteration: int
         raise TrainingStopped(f"{name}: the task has no held-out prompts")
     if not prompts:
         raise TrainingStopped(f"{name}: every prompt is too long; raise the model's or the engine's limit, or take others")
-    mine = [prompts[number] for number in sampler.ranks.share(len(prompts))]
-    responses = sampler.respond(sampler.encode(mine), None)
+    numbers = list(sampler.ranks.share(len(prompts)))
+    sampled = sampler.respond([prompts[number] for number in numbers], None, numbers)
+    mine, responses = [one.prompt for one in sampled], [one.response for one in sampled]
     failures, after = Failures(), recipe.training.iterations if iteration is None else iteration
     scored = [scores(part, mine, responses, failures, after) for part in recipe.evidence]
     judged = [row for row, response in zip(scored[0], responses, strict=True) if row is None or row or not response.tokens]
@@ -58,6 +59,7 @@ def _greedy(sampler: Sampler, name: str, every: Sequence[Prompt], iteration: int
     metrics = {f"{name}/accuracy": right / of if of else 0.0}
     metrics |= {f"{name}/{key}": x / len(prompts) for key, x in zip(("reward", "length", "truncated"), rest, strict=True)}
     metrics |= {f"{name}/{key}": float(count) for key, count in failures.items()}
+    metrics |= {f"{name}/{key}": count for key, count in sampler.environment_counts().items()}
     return metrics | ({f"{name}/overlong": float(len(every) - len(prompts))} if recipe.generation.overlong == "drop" else {})
 
 
@@ -92,8 +94,8 @@ def evaluate_sampled(sampler: Sampler, samples: int, ks: Sequence[int]) -> dict[
 def _sampled(sampler: Sampler, prompts: Sequence[Prompt], seed: int, samples: int, ks: Sequence[int]) -> dict[str, float]:
     prompts = sampler.fitting(prompts)
     many = [prompt for prompt in prompts for _ in range(samples)]
-    tokens = [row for row in sampler.encode(prompts) for _ in range(samples)]
-    responses = sampler.respond(tokens, [derive_seed(seed, number) for number in range(len(many))])
+    sampled = sampler.respond(many, [derive_seed(seed, number) for number in range(len(many))])
+    many, responses = [one.prompt for one in sampled], [one.response for one in sampled]
     first = sampler.recipe.evidence[0]
     best = first.bounds[1]
     scored = scores(first, many, responses, Failures(), sampler.recipe.training.iterations)

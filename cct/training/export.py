@@ -43,7 +43,7 @@ def export(run: Path, folder: Path, iteration: int | None = None, *, dtype: str 
         raise RecipeError(f"{folder}: something is there already; name a new folder")
     recipe = load_run(run, trust=trust)
     with of_recipe():
-        actor, tokenizer = recipe.policy.load(alphabet=recipe.task.alphabet, seed=recipe.seed)
+        actor, tokenizer = recipe.policy.load(alphabet=recipe.alphabet, seed=recipe.seed)
     if recipe.policy.lora:
         add_lora(actor, **recipe.policy.lora.model_dump())
     actor.load_state_dict(actor_weights(checkpoint))

@@ -21,7 +21,8 @@ from .evaluation import evaluate
 from .metrics import rollout_metrics
 from .minibatches import Batch, CriticBatch, CriticData, Plan, forward_plans, origin_of, passes, policy_batches
 from .processes import Ranks
-from .sampler import Row, Sampler
+from .rows import Row, episode_metrics
+from .sampler import Sampler
 from .updates import Updates
 
 STATE = "RolloutData"  # of a checkpoint: what the loop remembers beside weights and optimizer
@@ -70,7 +71,8 @@ class Loop(Updates):
 
         # What happened. Rows are in random order from here on: minibatches are cut from them.
         sampled = sampler.sample(iteration, clock.begin)
-        order = random_order(recipe, iteration, len(sampled))
+        minibatches = random_order(recipe, iteration, sampled)
+        cuts, order = [len(part) for part in minibatches], [index for part in minibatches for index in part]
         rows = [sampled[index] for index in order]
         rollout = estimator.rollout(rows, sampler.tokenizer.pad_token_id, iteration)
         if recipe.needs("greedy"):
@@ -84,7 +86,8 @@ class Loop(Updates):
         sampler.engine.rest()
 
         # What the policy and the critic make of it.
-        plan, *plans = forward_plans([rollout, *self.past], training, ranks.world)
+        past = [(data, data.cuts.tolist()) for data in self.past]
+        plan, *plans = forward_plans([(rollout, cuts), *past], training, ranks.world)
         if estimator.reads:
             clock.begin("behaviour")
         rollout, traces = estimator.read(rollout, iteration, plan)
@@ -95,23 +98,23 @@ class Loop(Updates):
         # What it was worth.
         clock.begin("transport")
         credit, seen = estimator.credit(rollout, iteration)
-        metrics |= rollout_metrics(rollout, seen, credit, scores, recipe.geometry)
+        metrics |= rollout_metrics(rollout, seen, credit, scores, recipe.geometry) | episode_metrics(rows)
 
         # The critic learns from it, and from iterations before it; then the policy.
-        each, seed = len(plan[0]) * training.minibatch_size // len(rows), derive_seed(recipe.seed, "minibatches", iteration)
+        each, seed = len(plan[0]) // len(cuts), derive_seed(recipe.seed, "minibatches", iteration)
         generator = torch.Generator().manual_seed(seed)
-        critic = self._critic_batches(rollout, credit, traces, plan, plans)
+        critic = self._critic_batches(rollout, credit, traces, cuts, plan, plans)
         mine, geometry = plan[ranks.rank], recipe.geometry
-        policy = policy_batches(rollout, credit, geometry, training, mine, iteration, seed, read=estimator.reads)
-        minibatches = [
+        policy = policy_batches(rollout, credit, geometry, cuts, mine, iteration, seed, read=estimator.reads)
+        steps = [
             *passes(critic, each, training.critic_epochs, generator),
             *passes(policy, each, training.epochs if iteration > 0 else 0, generator),
         ]
-        self.before_update(minibatches)
+        self.before_update(steps)
         clock.begin("update")
-        for minibatch in minibatches:
+        for minibatch in steps:
             self.update(minibatch)
-        self.remember(seen, credit)
+        self.remember(seen, credit, cuts)
         metrics |= self.update_metrics() | sampler.counts()
 
         # The engine gets the new weights.
@@ -124,23 +127,29 @@ class Loop(Updates):
         return Iteration(iteration, rows, order, seen, credit, metrics)
 
     def _critic_batches(
-        self, rollout: Rollout, credit: Credit, traces: list[Trace], plan: Plan, plans: Sequence[Plan]
+        self,
+        rollout: Rollout,
+        credit: Credit,
+        traces: list[Trace],
+        cuts: Sequence[int],
+        plan: Plan,
+        plans: Sequence[Plan],
     ) -> list[CriticBatch]:
         """What the critic learns from: this iteration, and those before it as the present policy reads them."""
         if not traces or credit.value_targets is None:
             return []
-        size, rank = self.recipe.training.minibatch_size, Ranks.current().rank
-        batches = CriticData.of(rollout, credit.value_targets).batches(plan[rank], traces, size)
+        rank = Ranks.current().rank
+        batches = CriticData.of(rollout, credit.value_targets, cuts).batches(plan[rank], traces)
         for data, its_plan in zip(self.past, plans, strict=True):
-            batches += data.batches(its_plan[rank], data.traces(self.agent, its_plan[rank]), size)
+            batches += data.batches(its_plan[rank], data.traces(self.agent, its_plan[rank]))
         return batches
 
-    def remember(self, rollout: Rollout, credit: Credit) -> None:
+    def remember(self, rollout: Rollout, credit: Credit, cuts: Sequence[int]) -> None:
         """Let an iteration that is over count in what later ones are measured by and learn from."""
         self.estimator.remember(rollout)
         window = self.recipe.training.critic_window
         if credit.value_targets is not None and window > 1:
-            self.past = [CriticData.of(rollout, credit.value_targets), *self.past][: window - 1]
+            self.past = [CriticData.of(rollout, credit.value_targets, cuts), *self.past][: window - 1]
 
     def evaluate(self, iteration: int) -> dict[str, float]:
         """Greedy evaluation of the present policy, after an iteration, on the held-out problems."""
@@ -172,6 +181,9 @@ class Loop(Updates):
         if past and state.get("lessons_of") != origin_of(self.recipe):
             self.say(f"the critic's window begins anew: its {len(past)} earlier iterations were made under another recipe")
             past = []
+        size = self.recipe.training.minibatch_size
+        for saved in past:  # of a run from before episodes
+            saved.setdefault("cuts", torch.full((len(saved["mask"]) // size,), size))
         self.past = [CriticData(**saved).to(device) for saved in past[: self.recipe.training.critic_window - 1]]
 
 

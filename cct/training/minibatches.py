@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -69,7 +70,7 @@ def policy_batches(
     rollout: Rollout,
     credit: Credit,
     geometry: Geometry,
-    training: Training,
+    cuts: Sequence[int],
     mine: Sequence[list[int]],
     iteration: int,
     seed: int,
@@ -78,19 +79,18 @@ def policy_batches(
 ) -> list[PolicyBatch]:
     """A process's part of each of the policy's minibatches, those of one minibatch together.
 
-    mine: the rows of each of its forwards. seed: of what the geometry chooses. read: there was a behaviour forward.
+    cuts: rows of each minibatch. mine: the rows of each of its forwards. seed: of what the geometry chooses. read: there was a behaviour forward.
     """
-    size = training.minibatch_size
     old = rollout.rollout_logprobs if geometry.ratio_to == "engine" else rollout.logprobs
     assert old is not None
     on_policy = not read and geometry.ratio_to == "trainer"
-    masks = rollout.mask.split(size)
+    masks = rollout.mask.split(list(cuts))
     loss_weights = torch.cat([aggregation_weights(m, geometry.aggregation, constant=geometry.constant) for m in masks])
     weights = None if geometry.correction == "none" else correction(rollout, geometry)[1]
     token_weights = torch.cat([aggregation_weights(m) for m in masks])
-    marked = _marked(rollout, old, credit, geometry, size, iteration, seed)
+    marked = _marked(rollout, old, credit, geometry, cuts, iteration, seed)
     batches = []
-    for rows in mine:
+    for rows, counts in map(or_any, mine):
         columns, width = trimmed(rollout, rows)
         here = (rows, slice(width))
         reference = rollout.reference_logprobs
@@ -99,8 +99,8 @@ def policy_batches(
                 rollout.input_ids[rows, columns],
                 rollout.attention_mask[rows, columns],
                 rollout.mask[here],
-                token_weights[here],
-                loss_weights[here],
+                token_weights[here] * counts,
+                loss_weights[here] * counts,
                 credit.advantages[here],
                 logprobs=None if on_policy else old[here],
                 correction=None if weights is None else weights[here],
@@ -113,10 +113,10 @@ def policy_batches(
 
 
 def _marked(
-    rollout: Rollout, old: Tensor, credit: Credit, geometry: Geometry, size: int, iteration: int, seed: int
+    rollout: Rollout, old: Tensor, credit: Credit, geometry: Geometry, cuts: Sequence[int], iteration: int, seed: int
 ) -> Tensor | None:
     """[B, T] of the tokens that the geometry chooses from each whole minibatch; None where it chooses none."""
-    minibatches = zip(*(x.split(size) for x in (old, credit.advantages, rollout.mask)), strict=True)
+    minibatches = zip(*(x.split(list(cuts)) for x in (old, credit.advantages, rollout.mask)), strict=True)
     name = f"geometry '{geometry.use}' (mark)"
     given = {"the log-probabilities": old, "the advantages": credit.advantages, "the mask": rollout.mask}
     with attributed_to(name, iteration), read_only(name, given, contents=iteration <= 1):
@@ -152,10 +152,12 @@ class CriticData:
     mask: Tensor  # [B, T] bool
     numbers: Tensor  # [B] of each response among those to its prompt
     targets: Tensor  # [B, T]
+    cuts: Tensor  # rows of each minibatch
 
     @classmethod
-    def of(cls, rollout: Rollout, targets: Tensor) -> CriticData:
-        return cls(rollout.input_ids, rollout.attention_mask, rollout.mask, rank_in_group(rollout.groups), targets)
+    def of(cls, rollout: Rollout, targets: Tensor, cuts: Sequence[int]) -> CriticData:
+        ranks = rank_in_group(rollout.groups)
+        return cls(rollout.input_ids, rollout.attention_mask, rollout.mask, ranks, targets, torch.tensor(cuts))
 
     def to(self, device: torch.device | str) -> CriticData:
         return CriticData(**{name: x.to(device) for name, x in self.tensors.items()})
@@ -172,20 +174,21 @@ class CriticData:
     def traces(self, agent: Agent, mine: Sequence[list[int]]) -> list[Trace]:
         """What the critic reads as the present policy makes it, for the rows of each of a process's forwards."""
         traces = []
-        for rows in mine:
+        for rows, _ in map(or_any, mine):
             columns, width = trimmed(self, rows)
             trace = agent(self.input_ids[rows, columns], self.attention_mask[rows, columns], width, with_critic=True).trace
             assert trace is not None
             traces.append(trace)
         return traces
 
-    def batches(self, mine: Sequence[list[int]], traces: Sequence[Trace], size: int) -> list[CriticBatch]:
-        """A process's part of each minibatch of `size` responses, those of one minibatch together."""
-        weights = torch.cat([aggregation_weights(mask) for mask in self.mask.split(size)])
+    def batches(self, mine: Sequence[list[int]], traces: Sequence[Trace]) -> list[CriticBatch]:
+        """A process's part of each minibatch, those of one minibatch together."""
+        weights = torch.cat([aggregation_weights(mask) for mask in self.mask.split(self.cuts.tolist())])
         batches = []
-        for rows, trace in zip(mine, traces, strict=True):
+        for (rows, counts), trace in zip(map(or_any, mine), traces, strict=True):
             here = (rows, slice(trimmed(self, rows)[1]))
-            batches.append(CriticBatch(trace, self.mask[here], weights[here], self.targets[here], self.numbers[rows]))
+            shared = weights[here] * counts
+            batches.append(CriticBatch(trace, self.mask[here], shared, self.targets[here], self.numbers[rows]))
         return batches
 
 
@@ -209,16 +212,23 @@ def passes(batches: Sequence[Batch], each: int, epochs: int, generator: torch.Ge
 
 
 # --- which rows go through the model together -----------------------------------------------------
-def forward_plans(data: Sequence[Padded], training: Training, world: int) -> list[Plan]:
-    """For each iteration's rows, and for each rank, the rows of its forwards; all minibatches have equally many."""
-    sizes = [size for each in data for size in _sizes(each)]
-    rows = training.micro_batch_size or training.minibatch_size // world
-    whole = micro_batches(sizes, training.minibatch_size, world, rows=rows, tokens=training.micro_batch_tokens)
-    count, length = len(whole[0]) // len(data), len(sizes) // len(data)
-    return [
-        [[[row - number * length for row in part] for part in of_rank[start : start + count]] for of_rank in whole]
-        for number, start in enumerate(range(0, len(whole[0]), count))
-    ]
+def forward_plans(data: Sequence[tuple[Padded, Sequence[int]]], training: Training, world: int) -> list[Plan]:
+    """For each iteration's rows, and for each rank, the rows of its forwards; all minibatches have equally many.
+
+    data: of each iteration its rows, and how many of them each of its minibatches has.
+    """
+    sizes = [size for each, _ in data for size in _sizes(each)]
+    cuts = [cut for _, each in data for cut in each]
+    rows = training.micro_batch_size or max(1, training.minibatch_size // world)
+    if training.micro_batch_size is None and training.micro_batch_tokens is None:
+        rows = max(rows, *(-(-cut // world) for cut in cuts))
+    whole = micro_batches(sizes, cuts, world, rows=rows, tokens=training.micro_batch_tokens)
+    plans, forwards, first, count = list[Plan](), 0, 0, len(whole[0]) // len(cuts)
+    for _, each in data:
+        until = forwards + count * len(each)
+        plans.append([[[row - first for row in part] for part in of_rank[forwards:until]] for of_rank in whole])
+        forwards, first = until, first + sum(each)
+    return plans
 
 
 def _sizes(batch: Padded) -> list[Size]:
@@ -229,17 +239,17 @@ def _sizes(batch: Padded) -> list[Size]:
 
 
 def micro_batches(
-    sizes: Sequence[Size], minibatch: int, world: int, *, rows: int, tokens: int | None = None
+    sizes: Sequence[Size], cuts: Sequence[int], world: int, *, rows: int, tokens: int | None = None
 ) -> list[list[list[int]]]:
     """For each rank the rows of its forwards, minibatch after minibatch; every rank and minibatch has equally many.
 
-    sizes: of all rows, in the order in which minibatches are cut from them. Within a minibatch rows go by length, so that
+    sizes: of all rows, in the order in which minibatches are cut from them. cuts: rows of each minibatch. Within a minibatch rows go by length, so that
     little is padded, and are dealt to the ranks in turn, whose forwards are of like lengths then.
     rows: in each forward. tokens: the most in a forward instead, padding included; a row longer than that goes alone.
     """
     shares = [
-        sorted(range(start, start + minibatch), key=lambda row: sizes[row], reverse=True)[rank::world]
-        for start in range(0, len(sizes), minibatch)
+        sorted(range(end - cut, end), key=lambda row: sizes[row], reverse=True)[rank::world]
+        for cut, end in zip(cuts, accumulate(cuts), strict=True)
         for rank in range(world)
     ]
     if tokens is None:
@@ -266,12 +276,20 @@ def _within(share: list[int], sizes: Sequence[Size], tokens: int) -> list[list[i
 
 
 def _divide(parts: list[list[int]], count: int) -> list[list[int]]:
-    """The same rows in `count` parts, by halving those with most rows: ranks must make equally many forwards."""
+    """The same rows in `count` parts, by halving those with most rows: ranks must make equally many forwards.
+
+    Parts without a row where there are not enough rows; `or_any` says what is read for them.
+    """
     while len(parts) < count:
         most = max(range(len(parts)), key=lambda i: len(parts[i]))
         half = len(parts[most]) // 2
         parts[most : most + 1] = [parts[most][:half], parts[most][half:]]
     return parts
+
+
+def or_any(rows: list[int]) -> tuple[list[int], float]:
+    """The rows of a forward, and the factor of their weights: where there are none any row, which counts nothing."""
+    return (rows, 1.0) if rows else ([0], 0.0)
 
 
 class Padded(Protocol):

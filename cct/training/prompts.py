@@ -45,7 +45,7 @@ def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts
 
 def fitting(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[Prompt]:
     """The prompts without those that are too long, under `generation.overlong: drop`; else all of them."""
-    if recipe.generation.overlong == "fail":
+    if recipe.generation.overlong == "fail" or recipe.environment is not None:  # which says itself what is too long
         return list(prompts)
     try:
         too_long = {number for number, _ in measured(recipe, tokenizer, positions_of(actor), prompts).too_long}

@@ -13,29 +13,15 @@ from cct.policy.generation import Completion, Engine, EngineError
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response, derive_seed
 
+from .episodes import Episodes, Past
 from .judge import Failures, judge
 from .processes import Ranks
 from .prompts import encode, fitting, training_prompts
+from .rows import Row, Sampled, Span
 from .stopped import TrainingStopped, attributed_to
 
-State = tuple[int, tuple[int, ...]]  # the number of a prompt within the iteration, and the tokens emitted after it
-
-
-@dataclass(frozen=True)
-class Row:
-    """A judged response."""
-
-    prompt: Prompt
-    prompt_tokens: tuple[int, ...]
-    response: Response
-    rewards: tuple[float, ...]
-    """One per emitted token."""
-    keep: bool
-    """False where evidence raised under `on_error: drop`, all evidence abstained, or nothing was emitted."""
-    group: int
-    """Number of its prompt within the iteration."""
-    iteration: int = 0
-    """In which it was sampled; 0 and below are the critic's warm-up."""
+# The number of a prompt within the iteration (with an environment, of an episode), and the tokens emitted after it.
+State = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +51,9 @@ class Sampler:
     ):
         self.recipe, self.actor, self.tokenizer = recipe, actor, tokenizer
         self.say = say
+        self.episodes: Episodes | None = None
+        if recipe.environment is not None:
+            self.episodes = Episodes(recipe, recipe.environment, actor, tokenizer, lambda: self.engine)
         self.failures = Failures()  # on all processes, since they were last counted
         self.overlong = 0  # prompts that were too long and had others in their place, since they were last counted
         self._engine, self._ranks = engine, ranks
@@ -95,6 +84,8 @@ class Sampler:
         if self._engine is not None:
             self._engine.close()
         self._engine = None
+        if self.episodes is not None:
+            self.episodes.close()
 
     # --- from prompts to responses --------------------------------------------------------------
     def sample(self, iteration: int, on_stage: Callable[[str], None] = lambda stage: None) -> list[Row]:
@@ -105,20 +96,20 @@ class Sampler:
         recipe, ranks, each = self.recipe, self.ranks, self.recipe.training.responses_per_prompt
         with attributed_to(f"task '{recipe.task.use}'", iteration):
             prompts, self.overlong = training_prompts(recipe, self.actor, self.tokenizer, iteration)
-        numbers, tokens = ranks.share(len(prompts) * each), self.encode(prompts)
+        numbers = ranks.share(len(prompts) * each)
         on_stage("generate")
         seed = derive_seed(recipe.seed, "sample", iteration)
-        seeds = [derive_seed(seed, number) for number in numbers]
-        responses = self.respond([tokens[number // each] for number in numbers], seeds)
+        sampled = self.respond([prompts[number // each] for number in numbers], [derive_seed(seed, n) for n in numbers])
         on_stage("evidence")
-        rewards, keep, failures = judge(recipe.evidence, [prompts[number // each] for number in numbers], responses, iteration)
+        rewards, keep, failures = self._judge(sampled, iteration)
         mine = [
-            Row(prompts[number // each], tokens[number // each], response, tuple(reward), kept, number // each, iteration)
-            for number, response, reward, kept in zip(numbers, responses, rewards, keep, strict=True)
+            row
+            for number, one, reward, kept in zip(numbers, sampled, rewards, keep, strict=True)
+            for row in one.rows(reward, kept, number, number // each, iteration)
         ]
         gathered, where = ranks.gather((mine, failures)), f"iteration {iteration}"
         rows = [row for part, _ in gathered for row in part]
-        self._failed((failures for _, failures in gathered), len(rows), where)
+        self._failed((failures for _, failures in gathered), len(prompts) * each, where)
         if not any(row.keep for row in rows):
             self.say(f"warning: {where}: all {len(rows)} responses were left out, so there is nothing to learn from")
         return rows
@@ -126,21 +117,43 @@ class Sampler:
     def greedy_scores(self, prompts: Sequence[Prompt], iteration: int) -> list[float]:
         """The score of one greedy response to each prompt, NaN where it is not kept."""
         ranks = self.ranks
-        mine = [prompts[number] for number in ranks.share(len(prompts))]
-        rewards, keep, failures = judge(self.recipe.evidence, mine, self.respond(self.encode(mine), None), iteration)
-        scores = [sum(reward) if kept else math.nan for reward, kept in zip(rewards, keep, strict=True)]
+        numbers = ranks.share(len(prompts))
+        sampled = self.respond([prompts[number] for number in numbers], None, numbers)
+        rewards, keep, failures = self._judge(sampled, iteration)
+        kept = [kept and one.keep for kept, one in zip(keep, sampled, strict=True)]
+        scores = [sum(reward) if judged else math.nan for reward, judged in zip(rewards, kept, strict=True)]
         gathered = ranks.gather((scores, failures))
         self._failed((part for _, part in gathered), len(prompts), f"iteration {iteration}, greedy responses")
         return [score for part, _ in gathered for score in part]
 
-    def respond(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int] | None) -> list[Response]:
-        """One response per prompt (token ids), each from its own seed; greedy where seeds is None."""
-        return [self._response(completion) for completion in self.engine.generate(prompts, seeds)]
+    def respond(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, numbers: Sequence[int] | None = None
+    ) -> list[Sampled]:
+        """One response per prompt, each from its own seed; greedy where seeds is None.
+
+        With an environment an episode each, whose chance comes from the seed, and of a greedy one from its number.
+        """
+        if self.episodes is None:
+            encoded = self.encode(prompts)
+            found = zip(prompts, encoded, self.engine.generate(encoded, seeds), strict=True)
+            return [self._alone(prompt, tokens, completion) for prompt, tokens, completion in found]
+        own = [derive_seed(seed, "environment") for seed in seeds] if seeds is not None else None
+        return self.episodes.play(
+            prompts, seeds, own or [derive_seed("greedy episode", n) for n in numbers or range(len(prompts))]
+        )
+
+    def _alone(self, prompt: Prompt, tokens: tuple[int, ...], completion: Completion) -> Sampled:
+        span = Span(tokens, list(completion.tokens), [0] * len(completion.tokens))
+        return Sampled(prompt, self._response(completion), [span], prompt)
 
     def _response(self, completion: Completion, prefix: tuple[int, ...] = ()) -> Response:
         tokens = (*prefix, *completion.tokens)
         text = self.recipe.policy.opened + str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
         return Response(text, tokens, completion.finished, () if prefix else completion.logprobs)
+
+    def _judge(self, sampled: Sequence[Sampled], iteration: int) -> tuple[list[list[float]], list[bool], Failures]:
+        """Rewards per emitted token, whether to keep the response, and what failed."""
+        return judge(self.recipe.evidence, [one.prompt for one in sampled], [one.response for one in sampled], iteration)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
         """Token ids of the prompts. Raises TrainingStopped where there is no room for one and its response."""
@@ -158,21 +171,20 @@ class Sampler:
 
         A continuation may become as long as the response might have. Returns as well the metrics of what it cost.
         """
-        ranks, room, of_group = self.ranks, self.recipe.generation.max_new_tokens, {row.group: row for row in rows}
+        ranks, of_key = self.ranks, {self.key(row): row for row in reversed(rows)}
         mine = [(number, *states[number // each]) for number in ranks.share(len(states) * each)]
-        completions = self.engine.generate(
-            [(*of_group[group].prompt_tokens, *prefix) for _, group, prefix in mine],
-            [derive_seed(seed, number) for number, _, _ in mine],
-            [room - len(prefix) for _, _, prefix in mine],
-        )
-        responses = [self._response(one, prefix) for (_, _, prefix), one in zip(mine, completions, strict=True)]
-        prompts, iteration = [of_group[group].prompt for _, group, _ in mine], rows[0].iteration if rows else 0
-        rewards, keep, failures = judge(self.recipe.evidence, prompts, responses, iteration)
+        seeds = [derive_seed(seed, number) for number, _, _ in mine]
+        iteration = rows[0].iteration if rows else 0
+        sampled = self._continued([(of_key[key], prefix) for _, key, prefix in mine], seeds)
+        rewards, keep, failures = self._judge(sampled, iteration)
         found = [
-            Continuation(completion.tokens[0], sum(reward[len(prefix) :])) if kept and completion.tokens else None
-            for (_, _, prefix), completion, reward, kept in zip(mine, completions, rewards, keep, strict=True)
+            Continuation(one.response.tokens[len(prefix)], sum(reward[len(prefix) :]))
+            if kept and one.keep and len(one.response.tokens) > len(prefix)
+            else None
+            for (_, _, prefix), one, reward, kept in zip(mine, sampled, rewards, keep, strict=True)
         ]
-        gathered = ranks.gather((found, sum(len(completion.tokens) for completion in completions), failures))
+        new = sum(len(one.response.tokens) - len(prefix) for (_, _, prefix), one in zip(mine, sampled, strict=True))
+        gathered = ranks.gather((found, new, failures))
         every = [one for part, _, _ in gathered for one in part]
         of_state = [[one for one in every[n * each : (n + 1) * each] if one is not None] for n in range(len(states))]
         cost = {
@@ -183,15 +195,39 @@ class Sampler:
         self._failed((part for _, _, part in gathered), len(every), f"iteration {iteration}, continuations")
         return of_state, cost
 
+    def key(self, row: Row) -> int:
+        """What rows whose responses begin in the same state share: their prompt, or with an environment their episode."""
+        return row.group if self.episodes is None else row.episode
+
+    def _continued(self, states: Sequence[tuple[Row, tuple[int, ...]]], seeds: Sequence[int]) -> list[Sampled]:
+        """The response of each row, anew from behind its first tokens."""
+        if self.episodes is None:
+            room = self.recipe.generation.max_new_tokens
+            completions = self.engine.generate(
+                [(*row.prompt_tokens, *prefix) for row, prefix in states], seeds, [room - len(prefix) for _, prefix in states]
+            )
+            return [
+                Sampled(row.prompt, self._response(one, prefix), [], row.prompt)
+                for (row, prefix), one in zip(states, completions, strict=True)
+            ]
+        chances = [row.chance for row, _ in states]
+        past = [Past.of(row.response, len(prefix)) for row, prefix in states]
+        return self.episodes.play([row.asked or row.prompt for row, _ in states], seeds, chances, past)
+
     def branch_values(
         self, rows: Sequence[Row], starts: Sequence[Sequence[int]], seed: int
     ) -> tuple[list[list[float]], dict[str, float]]:
         """Monte-Carlo values: the mean return of continuations of each row's response from each of its starts.
 
+        starts: of each row, numbers among the tokens that the policy emitted in it.
+
         Rows that share a prefix, as all of a prompt do at their first token, share its continuations. A prefix all of whose
         continuations were dropped by evidence takes the row's own return. Returns values as `starts`, and the cost.
         """
-        prefixes = [[(row.group, row.response.tokens[:t]) for t in places] for row, places in zip(rows, starts, strict=True)]
+        prefixes = [
+            [(self.key(row), row.response.tokens[: row.first + t]) for t in places]
+            for row, places in zip(rows, starts, strict=True)
+        ]
         distinct = list(dict.fromkeys(prefix for some in prefixes for prefix in some))
         found, cost = self.continue_from(rows, distinct, self.recipe.transport.branches, seed)
         mean = {state: sum(one.value for one in some) / len(some) for state, some in zip(distinct, found, strict=True) if some}
@@ -214,4 +250,15 @@ class Sampler:
         if self.recipe.generation.overlong == "drop":
             counted["train/overlong"] = float(self.overlong)
         self.failures = Failures()
-        return counted
+        return counted | self.environment_counts()
+
+    def environment_counts(self) -> dict[str, float]:
+        """`environment/KIND`: how often the environment failed, on all processes, since this was last called."""
+        if self.episodes is None:
+            return {}
+        found, self.episodes.failures = Failures.joined(self.ranks.gather(self.episodes.failures)), Failures()
+        name = self.episodes.environment.use
+        for kind, reason in found.reasons.items():
+            if reason:
+                self.say(f"warning: environment '{name}' failed in {found[kind]} episodes ({kind}), first: {reason[:300]}")
+        return {f"environment/{kind}": float(count) for kind, count in found.items()}

@@ -26,7 +26,8 @@ from cct.training.building import build, restore
 from cct.training.credit import Estimator, random_order
 from cct.training.folder import EXPLAINED
 from cct.training.metrics import rollout_metrics
-from cct.training.sampler import Row, Sampler, State
+from cct.training.rows import Row
+from cct.training.sampler import Sampler, State
 from cct.transport import Transport
 
 from .scores import Array, Truth, branched_advantage
@@ -112,7 +113,7 @@ def measure(
         for number in range(iteration + 1, iteration + 1 + batches):
             on_stage(f"sampling iteration {number}")
             sampled = base.sample(number)
-            sampled = [sampled[index] for index in random_order(base.recipe, number, len(sampled))]
+            sampled = [sampled[index] for part in random_order(base.recipe, number, sampled) for index in part]
             for name, variant in variants.items():
                 estimator = Estimator(variant, agent if variant.critic is not None else blind)
                 estimator.moments = moments

@@ -1,0 +1,41 @@
+"""What an episode's environment gave, as evidence."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from .base import Evidence, evidences
+
+
+@evidences.register("environment")
+class FromEnvironment(Evidence):
+    """The rewards that the environment gave, each at the last token of its turn."""
+
+    component: str | None = None
+    """Name of the reward that counts, where the environment names several; null for their sum."""
+    low: float = Field(0.0, ge=-1e6, le=1e6)
+    """Least total of an episode."""
+    high: float = Field(1.0, ge=-1e6, le=1e6)
+    """Greatest total of an episode."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> FromEnvironment:
+        if self.low >= self.high:
+            raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g})")
+        return self
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"environment"})
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        return self.low, self.high
+
+    def __call__(self, prompt, response):
+        rewards, end = [0.0] * len(response.tokens), 0
+        for turn in response.turns:
+            end += turn.tokens
+            given = turn.rewards
+            rewards[max(0, end - 1)] += sum(given.values()) if self.component is None else given.get(self.component, 0.0)
+        return rewards

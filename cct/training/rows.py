@@ -1,0 +1,133 @@
+"""What was sampled: responses and episodes, and the rows of a rollout that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cct.rollout import Prompt, Response
+
+OBSERVED = -1  # the turn of a token that the policy did not emit
+
+
+@dataclass
+class Span:
+    """What one row of a rollout holds of an episode: a prompt, and the tokens that follow it."""
+
+    prompt_tokens: tuple[int, ...]
+    tokens: list[int] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    """Of each token the number of its turn, `OBSERVED` where the policy did not emit it."""
+
+
+@dataclass
+class Sampled:
+    """A response with the rows that hold it: one without an environment, or several where history was rewritten."""
+
+    prompt: Prompt
+    """With what the environment opened with."""
+    response: Response
+    spans: list[Span]
+    asked: Prompt
+    """The task's."""
+    chance: int = 0
+    """The environment's seed."""
+    keep: bool = True
+    """False where the environment failed under `on_error: drop`, or the episode could not begin."""
+
+    def rows(self, rewards: Sequence[float], keep: bool, number: int, group: int, iteration: int) -> list[Row]:
+        """As rows of a rollout, once it is judged. number: of the episode in its iteration. group: of its prompt."""
+        found, first = list[Row](), 0
+        for order, span in enumerate(self.spans):
+            row = Row(
+                self.prompt,
+                span.prompt_tokens,
+                self.response,
+                tuple(rewards),
+                keep and self.keep,
+                group,
+                iteration,
+                number,
+                self.asked,
+                self.chance,
+                order,
+                first,
+                tuple(span.tokens),
+                tuple(span.turns),
+            )
+            first += len(row.emitted)
+            found.append(row)
+        return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """A judged response, or of an episode of several rows a part of it."""
+
+    prompt: Prompt
+    prompt_tokens: tuple[int, ...]
+    response: Response
+    """Of the whole episode."""
+    rewards: tuple[float, ...]
+    """One per emitted token, of the whole episode."""
+    keep: bool
+    """False where evidence raised under `on_error: drop`, all evidence abstained, or nothing was emitted."""
+    group: int
+    """Number of its prompt within the iteration."""
+    iteration: int = 0
+    """In which it was sampled; 0 and below are the critic's warm-up."""
+    episode: int = 0
+    """Number of the episode within the iteration."""
+    asked: Prompt | None = None
+    """The task's prompt, before an environment opened the episode."""
+    chance: int = 0
+    """The environment's seed."""
+    order: int = 0
+    """Place of the row in its episode."""
+    first: int = 0
+    """Of the tokens that the policy emitted in the episode, the number of the row's first."""
+    tokens: tuple[int, ...] = ()
+    """All that follow the prompt, observations included; where none are given, those of the response."""
+    turns: tuple[int, ...] = ()
+    """Of each of them its turn, `OBSERVED` where the policy did not emit it; where none are given, all are of turn 0."""
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            object.__setattr__(self, "tokens", self.response.tokens)
+            object.__setattr__(self, "turns", (0,) * len(self.response.tokens))
+
+    @property
+    def emitted(self) -> list[int]:
+        """Places among its tokens of those that the policy emitted."""
+        return [place for place, turn in enumerate(self.turns) if turn != OBSERVED]
+
+    def number(self, place: int) -> int:
+        """Of a token that the policy emitted, by its place in the row, its number among those of the episode."""
+        return self.first + sum(turn != OBSERVED for turn in self.turns[:place])
+
+    @property
+    def own_rewards(self) -> tuple[float, ...]:
+        """Of the tokens that the policy emitted in this row."""
+        return self.rewards[self.first : self.first + len(self.emitted)]
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Of the tokens that the policy emitted in this row, as the engine drew them."""
+        return self.response.logprobs[self.first : self.first + len(self.emitted)]
+
+
+def episode_metrics(rows: Sequence[Row]) -> dict[str, float]:
+    """Means over an iteration's episodes; empty without an environment."""
+    episodes = [row for row in rows if row.order == 0]
+    turns = [turn for row in episodes for turn in row.response.turns]
+    if not turns:
+        return {}
+    of_rows: dict[str, float] = {
+        "episode/turns": len(turns),
+        "episode/observed": sum(len(row.tokens) - len(row.emitted) for row in rows),
+        "episode/rows": len(rows),
+        "episode/read_again": sum(len(row.prompt_tokens) for row in rows if row.order),
+    }
+    names = dict.fromkeys(name for turn in turns for name in turn.rewards if name)
+    of_rows |= {f"episode/reward/{name}": sum(turn.rewards.get(name, 0.0) for turn in turns) for name in names}
+    return {name: total / len(episodes) for name, total in of_rows.items()}
