@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import statistics
+import threading
+import time
 
+import numpy
 import pytest
+from odd_environments import LOG, Obedient, Unmakable
 
-from cct.environment import Action, Start
+from cct.environment import Action, EpisodePool, Start, Step
 from cct.environment.guess_number import GuessNumber, best_value, hidden_number, value_of
+from cct.evidence import Failure
 from cct.rollout import Prompt
 from cct.task.seeds import Seeds
 
@@ -128,3 +135,210 @@ def test_the_expert_succeeds_as_often_as_counting_says():
     played = [played_by_expert(game, Prompt("", meta={"seed": seed}), seed) for seed in range(2000)]
     assert abs(statistics.mean(played) - exact) < 0.035  # three standard errors
     assert all({*text} <= {*game.alphabet} for text, _ in game.demonstration(seeded(1), 0).turns)
+
+
+# --- many at once ---------------------------------------------------------------------------------
+WORKERS = pytest.mark.parametrize("workers", [0, 1, 3])
+
+
+def obedient(**knobs) -> Obedient:
+    return Obedient(**knobs)
+
+
+def items(*texts: str) -> list[tuple[Prompt, int]]:
+    return [(Prompt(text), seed) for seed, text in enumerate(texts, 10)]
+
+
+def alone(item: tuple[Prompt, int], *actions: str) -> list:
+    """An episode played by itself, in a pool of its own."""
+    with EpisodePool(obedient()) as pool:
+        return [*pool.start([item]), *(pool.step([0], [say(action)])[0] for action in actions)]
+
+
+@WORKERS
+def test_an_episode_is_the_same_whatever_is_played_beside_it(workers):
+    four = items("a", "b", "c", "d")
+    expected = [alone(item, "draw", "draw", "draw") for item in four]
+    with EpisodePool(obedient(workers=workers)) as pool:
+        found = [[start] for start in pool.start(four)]
+        for which in ([3, 0, 1, 2], [2, 1, 3], [0, 3, 1], [2, 0]):
+            for number, step in zip(which, pool.step(which, [say("draw")] * len(which)), strict=True):
+                found[number].append(step)
+    assert found == expected
+    assert len({step.observation for steps in found for step in steps}) == 16  # each draws its own
+
+
+@WORKERS
+def test_replay_begins_at_a_later_turn(workers):
+    item = items("a")[0]
+    expected = alone(item, "draw", "draw", "draw")
+    with EpisodePool(obedient(workers=workers)) as pool:
+        played = [(*item, [say("draw")] * turns) for turns in (0, 2, 1)]
+        assert pool.replay(played) == [expected[0], expected[2], expected[1]]
+        assert pool.step([1, 2], [say("draw")] * 2) == [expected[3], expected[2]]
+        assert pool.replay([(*item, [say("done"), say("draw")])])[0].reason == "episode 0 is over"
+
+
+def test_the_trainer_draws_as_if_no_episode_were_played():
+    def drawn(play_beside: bool):
+        random.seed(1)
+        numpy.random.seed(1)
+        first = random.random(), numpy.random.random()
+        if play_beside:
+            alone(items("a")[0], "draw", "seed_globals", "draw", "done")
+        return first, random.random(), numpy.random.random()
+
+    assert drawn(True) == drawn(False)
+
+
+@WORKERS
+def test_what_fails_is_one_episode_of_many(workers):
+    with EpisodePool(obedient(workers=workers)) as pool:
+        starts = pool.start(items("a", "cannot open", "b"))
+        assert isinstance(starts[1], Failure) and starts[1].reason.startswith("KeyError: 'no such level'")
+        failed, fine = pool.step([0, 2], [say("fail"), say("draw")])
+        assert failed.reason.startswith("RuntimeError: the game crashed (") and "odd_environments.py" in failed.reason
+        assert fine == alone((Prompt("b"), 12), "draw")[1]
+        assert pool.step([2, 0], [say("draw")] * 2)[1].reason == failed.reason  # and stays so
+        assert pool.step([2], [say("exit")])[0].reason.startswith("SystemExit: 3")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_dies_or_hangs_costs_its_episode_only(workers):
+    four = items("a", "b", "c", "d")
+    expected = [alone(item, "draw", "draw", "draw") for item in four]
+    with EpisodePool(obedient(workers=workers, time_limit=1.5)) as pool:
+        pool.start(four)
+        pool.step([0, 1, 2, 3], [say("draw")] * 4)
+        found = pool.step([0, 1, 2, 3], [say("draw"), say("die"), say("draw"), say("draw")])
+        assert found[1] == Failure("its worker process ended (exit code 7)")
+        assert [found[0], *found[2:]] == [expected[number][2] for number in (0, 2, 3)]
+        found = pool.step([3, 2, 0], [say("draw"), say("hang"), say("draw")])
+        assert found[1] == Failure("took longer than time_limit, 1.5 s", timed_out=True)
+        assert [found[0], found[2]] == [expected[3][3], expected[0][3]]
+
+
+def test_the_time_limit_is_of_one_step_and_workers_run_side_by_side():
+    with EpisodePool(obedient(workers=3, time_limit=2.0)) as pool:
+        pool.start(items("a", "b", "c", "d", "e", "f"))
+        since = time.monotonic()
+        steps = pool.step(range(6), [say("sleep 1.2")] * 6)  # two after one another in each worker
+        assert [step.observation for step in steps] == ["rested"] * 6 and 2.3 < time.monotonic() - since < 5
+
+
+def test_workers_stay_from_batch_to_batch():
+    with EpisodePool(obedient(workers=2)) as pool:
+        seen = []
+        for _ in range(2):
+            pool.start(items("a", "b", "c"))
+            seen.append([step.observation for step in pool.step([0, 1, 2], [say("process")] * 3)])
+        assert seen[0] == seen[1] and len({*seen[0]}) == 2 and seen[0][0] == seen[0][2]
+        pids = [int(pid) for pid in {*seen[0]}]
+    for pid in pids:  # and end with the pool
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_an_environment_that_cannot_be_made_in_a_worker_says_so():
+    with EpisodePool(Unmakable(workers=1)) as pool:
+        for _ in range(2):
+            assert "no licence here" in pool.start(items("a"))[0].reason
+
+
+def test_an_episode_that_does_not_follow_from_its_seed_is_found_out_when_it_is_played_again():
+    with EpisodePool(obedient(workers=1)) as pool:
+        pool.start(items("a", "b"))
+        pool.step([0, 1], [say("process"), say("draw")])  # its answer is another one in a new worker
+        pool.step([1], [say("die")])
+        assert "must follow from its prompt, seed and actions" in pool.step([0], [say("draw")])[0].reason
+
+
+@WORKERS
+def test_every_episode_is_closed_once(workers, tmp_path):
+    os.environ[LOG] = str(tmp_path / "log")
+    try:
+        with EpisodePool(obedient(workers=workers)) as pool:
+            pool.start(items("done", "failed", "ended", "living", "cannot close"))
+            pool.step([0, 1, 4], [say("done"), say("fail"), say("draw")])
+            pool.end([2, 4, 4])
+            pool.end([2])
+        pool.close()
+    finally:
+        del os.environ[LOG]
+    closed = sorted((tmp_path / "log").read_text().splitlines())
+    assert closed == ["cannot close 1", "done 1", "ended 0", "failed 1", "living 0"]
+
+
+def test_control_c_ends_the_workers():
+    with EpisodePool(obedient(workers=1)) as pool:
+        pool.start(items("a"))
+        pid = int(pool.step([0], [say("process")])[0].observation)
+        timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.step([0], [say("hang")])
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        assert isinstance(pool.start(items("a"))[0], Start)  # a later start begins anew
+
+
+def test_a_step_takes_each_episode_once():
+    with EpisodePool(obedient()) as pool:
+        pool.start(items("a"))
+        with pytest.raises(ValueError, match="one turn at a time"):
+            pool.step([0, 0], [say("draw")] * 2)
+
+
+# --- answers --------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "action, says",
+    [
+        ("not a step", "step returned a value of type dict; expected a cct.environment.Step"),
+        ("no observation", "the observation None though the episode goes on"),
+        ("no messages", "the observation [] though the episode goes on"),
+        ("number", "the observation a value of type int; expected text, or messages"),
+        ("no role", "message 1 of the observation has no role; its keys are 'content'"),
+        ("no mapping", "message 1 of the observation is a value of type str"),
+        ("content", "'content' is None; expected text"),
+        ("surrogate", "'\\ud800', which no UTF-8 text can"),
+        ("nan", "the reward as nan; expected a finite number"),
+        ("inf", "the reward 'a' as inf; expected a finite number"),
+        ("huge", "the reward as 10000000000000.0; expected a finite number of at most 1e+12 in size"),
+        ("text reward", "the reward as a value of type str"),
+        ("unknown", "a reward named 'c'; its property `components` names a, b"),
+        ("beyond", "the episode's rewards add up to 3, outside the environment's bounds [-1, 1]"),
+        ("state", "the state as a value of type int; expected a name, or None"),
+        ("done?", "done as a value of type str; expected True or False"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_answer_that_cannot_be_used_is_a_failure_that_says_why(action, says, workers):
+    if workers and action != "nan":
+        workers = 0  # the same function; once is enough
+    with EpisodePool(obedient(workers=workers)) as pool:
+        pool.start(items("a"))
+        step = pool.step([0], [say(action)])[0]
+    assert isinstance(step, Failure) and step.reason.startswith("environment 'obedient': ") and says in step.reason
+
+
+@pytest.mark.parametrize(
+    "prompt, says",
+    [("nothing", "the observation None; expected text"), ("number", "a value of type int"), ("state", "the state")],
+)
+def test_so_is_a_start(prompt, says):
+    assert says in alone(items(prompt)[0])[0].reason
+
+
+def test_rewards_of_all_steps_count_towards_the_bounds():
+    start, first, second = alone(items("a")[0], "plus", "done")
+    assert (start.state, first.reward) == ("first", 0.75) and "add up to 1.75" in second.reason
+
+
+def test_what_can_be_used_is_made_plain():
+    assert alone(items("messages")[0])[0] == Start("")
+    assert alone(items("a")[0], "named")[1] == Step("x", {"a": 0.25, "b": 0.5})
+    assert alone(items("a")[0], "empty")[1] == Step("")
+    messages = alone(items("a")[0], "messages")[1].observation
+    assert messages == ({"role": "user", "content": "a"}, {"role": "tool", "content": "b", "name": "c"})
+    assert alone(items("a")[0], "cut")[1] == Step(truncated=True)  # nobody reads what follows
+    assert alone(items("a")[0], "numpy flag")[1] == Step(done=True)

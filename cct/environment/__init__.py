@@ -2,5 +2,9 @@
 
 from . import guess_number  # noqa: F401  (registration)
 from .base import Action, Demonstration, Environment, Episode, Observation, Start, Step, environments
+from .workers import EpisodePool, close_pools
 
-__all__ = ["Action", "Demonstration", "Environment", "Episode", "Observation", "Start", "Step", "environments"]
+__all__ = [
+    "Action", "Demonstration", "Environment", "Episode", "EpisodePool", "Observation", "Start", "Step", "close_pools",
+    "environments",
+]  # fmt: skip

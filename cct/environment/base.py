@@ -46,6 +46,11 @@ class Step:
     state: str | None = None
     """A name of the state in which the next turn begins: turns that begin in the same one can be compared. None: unknown."""
 
+    @property
+    def over(self) -> bool:
+        """No turn follows."""
+        return self.done or self.truncated
+
 
 @dataclass(frozen=True)
 class Start:
@@ -162,9 +167,8 @@ class Environment(Component):
         for _ in range(self.max_turns):
             text = self.expert(prompt, seen, said, rng)
             step = episode.step(Action(text, text))
-            over = step.done or step.truncated
-            turns.append((text, None if over else step.observation))
-            if over:
+            turns.append((text, None if step.over else step.observation))
+            if step.over:
                 break
             assert step.observation is not None
             seen.append(step.observation)
