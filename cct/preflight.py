@@ -112,10 +112,11 @@ def trained_on(recipe: Recipe, demonstrations: bool = True) -> set[str]:
     CHECKED_BEFORE_RUN of each with demonstrations. So it takes as long for ten iterations as for a billion.
     """
     warm_start, bound = recipe.policy.warm_start, CHECKED_BEFORE_RUN if demonstrations else CHECKED
-    texts = {prompt.text for prompt in drawn(recipe, bound)}
+    texts = {prompt.text for prompt in drawn(recipe, bound) if prompt.text}
     if warm_start is not None and demonstrations:
         count = min(warm_start.steps * warm_start.batch_size, bound)
-        texts |= {text for text, _ in recipe.task.demonstrations(recipe.seed + WARM_START_SEED, 0, count)}
+        if "demonstrations" in recipe.task.provides:
+            texts |= {text for text, _ in recipe.task.demonstrations(recipe.seed + WARM_START_SEED, 0, count)}
     return texts
 
 

@@ -124,8 +124,7 @@ def test_remax_takes_the_score_of_the_present_policy_s_greedy_response(tmp_path)
     collector = Held(recipe, agent, tokenizer)
     found = collector.collect(2)
     prompts = recipe.task.prompts(recipe.seed, 4, 4)
-    tokens = [recipe.policy.encode(tokenizer, prompt.text) for prompt in prompts]
-    responses = collector.sampler.respond(tokens, None)
+    responses = [one.response for one in collector.sampler.respond(prompts, None)]
     greedy = [recipe.evidence[0](prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
     assert len(set(greedy)) > 1
     rollout = found.rollout

@@ -1,10 +1,10 @@
 """Environments: what answers the policy, turn by turn."""
 
 from . import guess_number  # noqa: F401  (registration)
-from .base import Action, Demonstration, Environment, Episode, Observation, Start, Step, environments
+from .base import Action, Demonstration, Environment, Episode, Observation, Start, Step, environments, opened
 from .workers import EpisodePool, close_pools
 
 __all__ = [
     "Action", "Demonstration", "Environment", "Episode", "EpisodePool", "Observation", "Start", "Step", "close_pools",
-    "environments",
+    "environments", "opened",
 ]  # fmt: skip

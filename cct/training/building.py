@@ -44,7 +44,7 @@ def build(
     if problems := unready(recipe):
         raise RecipeError(*problems)
     with of_recipe():
-        actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report, say)
+        actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report, say, recipe.environment)
     text = actor.config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if problems := unfit(recipe, Shape(text.num_hidden_layers, text.num_attention_heads, positions)):
@@ -73,7 +73,12 @@ def build(
 
 
 def _measure(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
-    """Find prompts that are too long before the run. Raises TrainingStopped where it cannot go on with them."""
+    """Find prompts that are too long before the run. Raises TrainingStopped where it cannot go on with them.
+
+    Of an environment's no one knows before it is asked.
+    """
+    if recipe.environment is not None:
+        return
     with attributed_to(f"task '{recipe.task.use}'"):
         sets = {"training": drawn(recipe), "held-out": recipe.task.held_out()}
     for name, prompts in sets.items():

@@ -99,8 +99,8 @@ class Estimator:
         """What a rollout says of episodes. turns: [B, T], `OBSERVED` where the policy emitted nothing."""
         device, episodes = self.agent.actor.device, torch.tensor([row.episode for row in rows])
         names = dict.fromkeys(name for row in rows for turn in row.response.turns for name in turn.rewards)
-        states = dict.fromkeys((row.group, turn.state) for row in rows for turn in row.response.turns if turn.state is not None)
-        number_of = {state: number for number, state in enumerate(states)}
+        every = [(row.group, turn.state) for row in rows for turn in row.response.turns if turn.state is not None]
+        number_of: dict[tuple[int, str | None], int] = {state: number for number, state in enumerate(dict.fromkeys(every))}
         anchors = torch.full_like(turns, -1)
         components = {name: torch.zeros(turns.shape) for name in names}
         for number, row in enumerate(rows):

@@ -155,7 +155,7 @@ def to_resume(folder: Path, recipe: Recipe | None = None, overrides: Sequence[st
     if recipe.critic is not None and recipe.reward_bounds != before.reward_bounds:
         bounds = f"{before.reward_bounds} -> {recipe.reward_bounds}"
         refused.append(f"evidence: rewards in {bounds}, which bound the critic's values")
-    if recipe.policy.reads_alphabet and recipe.task != before.task and recipe.task.alphabet != before.task.alphabet:
+    if recipe.policy.reads_alphabet and recipe.alphabet != before.alphabet:
         refused.append("task: other characters, of which the policy's tokenizer is made")
     if refused:
         more = f" and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""

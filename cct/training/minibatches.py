@@ -79,7 +79,8 @@ def policy_batches(
 ) -> list[PolicyBatch]:
     """A process's part of each of the policy's minibatches, those of one minibatch together.
 
-    cuts: rows of each minibatch. mine: the rows of each of its forwards. seed: of what the geometry chooses. read: there was a behaviour forward.
+    cuts: rows of each minibatch. mine: the rows of each of its forwards. seed: of what the geometry chooses. read: there was a
+    behaviour forward.
     """
     old = rollout.rollout_logprobs if geometry.ratio_to == "engine" else rollout.logprobs
     assert old is not None
@@ -199,6 +200,8 @@ def origin_of(recipe: Recipe) -> str:
     """
     training = ("prompts_per_iteration", "responses_per_prompt", "bootstrap_truncated")
     content = recipe.model_dump(mode="json", include={"task", "generation", "evidence", "transport", "critic"})
+    if recipe.environment is not None:
+        content["environment"] = recipe.environment.model_dump(mode="json")
     content["geometry"] = {knob: getattr(recipe.geometry, knob) for knob in ("kl_in_reward", "kl_estimator")}
     content["training"] = {knob: getattr(recipe.training, knob) for knob in training}
     return json.dumps(content, sort_keys=True)
@@ -243,8 +246,8 @@ def micro_batches(
 ) -> list[list[list[int]]]:
     """For each rank the rows of its forwards, minibatch after minibatch; every rank and minibatch has equally many.
 
-    sizes: of all rows, in the order in which minibatches are cut from them. cuts: rows of each minibatch. Within a minibatch rows go by length, so that
-    little is padded, and are dealt to the ranks in turn, whose forwards are of like lengths then.
+    sizes: of all rows, in the order in which minibatches are cut from them. cuts: rows of each minibatch. Within a minibatch
+    rows go by length, so that little is padded, and are dealt to the ranks in turn, whose forwards are of like lengths then.
     rows: in each forward. tokens: the most in a forward instead, padding included; a row longer than that goes alone.
     """
     shares = [

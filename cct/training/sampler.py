@@ -53,7 +53,8 @@ class Sampler:
         self.say = say
         self.episodes: Episodes | None = None
         if recipe.environment is not None:
-            self.episodes = Episodes(recipe, recipe.environment, actor, tokenizer, lambda: self.engine)
+            environment = recipe.environment.fitted(tokenizer.chat_template)
+            self.episodes = Episodes(recipe, environment, actor, tokenizer, lambda: self.engine)
         self.failures = Failures()  # on all processes, since they were last counted
         self.overlong = 0  # prompts that were too long and had others in their place, since they were last counted
         self._engine, self._ranks = engine, ranks

@@ -16,10 +16,11 @@ import transformers
 from filelock import FileLock
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from cct.environment import Environment, opened
 from cct.policy import WARM_START_SEED, Policy, WarmStart
 from cct.policy.attention import tappable
 from cct.policy.weights import save
-from cct.rollout import derive_seed
+from cct.rollout import Prompt, derive_seed
 from cct.system.files import WriteError, damage, kept, remove, sweep, whole, writing
 from cct.task import Task
 
@@ -29,14 +30,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("CCT_CACHE") or Path.home() / ".cache" / "cct")
 
 
-def warm_start_key(policy: Policy, task: Task, seed: int) -> str:
+def warm_start_key(policy: Policy, task: Task, seed: int, environment: Environment | None = None) -> str:
     """Hash of the knobs, the seed, and the code that demonstrates and trains."""
+    others = [] if environment is None else [type(environment)]
     content = {
         "policy": policy.model_dump(mode="json"),
         "task": task.model_dump(mode="json"),
         "seed": seed,
-        "code": [inspect.getsource(inspect.getmodule(part)) for part in (type(task), type(policy), warm_start)],  # type: ignore[arg-type]
+        "code": [inspect.getsource(inspect.getmodule(part)) for part in (type(task), type(policy), warm_start, *others)],  # type: ignore[arg-type]
         "versions": [torch.__version__, transformers.__version__],
+        **({} if environment is None else {"environment": environment.model_dump(mode="json")}),
     }
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -47,16 +50,21 @@ def warm_start(
     seed: int,
     report: Callable[[int, int, float], None] = lambda step, steps, loss: None,
     say: Callable[[str], None] = print,
+    environment: Environment | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the policy and, where it says so, its warm start, from the cache if it is there.
+
+    Demonstrations are the environment's, where it has an expert, else the task's.
 
     report: called with (step, steps, loss) after every step. say: called with a line where it cannot be kept. The cache entry
     appears whole or not at all; of processes that want the same one, the first computes it and the others wait.
     """
-    model, tokenizer = policy.load(alphabet=task.alphabet, seed=seed)
+    alphabet = task.alphabet + (environment.alphabet if environment is not None else "")
+    model, tokenizer = policy.load(alphabet=alphabet, seed=seed)
     if policy.warm_start is None:
         return model, tokenizer
-    entry = cache_folder() / "warm_start" / warm_start_key(policy, task, seed)
+    entry = cache_folder() / "warm_start" / warm_start_key(policy, task, seed, environment)
+    expert = environment if environment is not None and "demonstrations" in environment.provides else None
     held = ExitStack()
     try:
         with writing(entry):
@@ -65,7 +73,7 @@ def warm_start(
     except WriteError as error:
         if not entry.is_dir():  # or it is a cache of others, and holds what is wanted
             say(f"warm start: not kept, as nothing can be written into {entry.parent} ({error}); set CCT_CACHE to a folder")
-            _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
+            _supervise(model, tokenizer, policy, task, expert, policy.warm_start, seed, report)
             return model.eval(), tokenizer
     with held:
         if entry.is_dir() and (why := damage(entry, entry / "policy")) is not None:
@@ -73,7 +81,7 @@ def warm_start(
             with writing(entry):
                 remove(entry)
         if not entry.is_dir():
-            _supervise(model, tokenizer, policy, task, policy.warm_start, seed, report)
+            _supervise(model, tokenizer, policy, task, expert, policy.warm_start, seed, report)
             sweep(entry.parent, entry.name)
             try:
                 with whole(entry) as unfinished, kept(unfinished, unfinished / "policy") as place:
@@ -84,13 +92,15 @@ def warm_start(
     return tappable(AutoModelForCausalLM.from_pretrained(entry / "policy", dtype=model.dtype)), tokenizer
 
 
-def _supervise(model, tokenizer, policy: Policy, task: Task, knobs: WarmStart, seed: int, report) -> None:
+def _supervise(
+    model, tokenizer, policy: Policy, task: Task, expert: Environment | None, knobs: WarmStart, seed, report
+) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "warm start"))  # of a model's dropout
-        _steps(model, tokenizer, policy, task, knobs, seed, report)
+        _steps(model, tokenizer, policy, task, expert, knobs, seed, report)
 
 
-def _steps(model, tokenizer, policy: Policy, task: Task, knobs: WarmStart, seed: int, report) -> None:
+def _steps(model, tokenizer, policy: Policy, task: Task, expert: Environment | None, knobs: WarmStart, seed, report) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=knobs.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
 
     def pace(step: int) -> float:
@@ -99,20 +109,21 @@ def _steps(model, tokenizer, policy: Policy, task: Task, knobs: WarmStart, seed:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, pace)
     model.train()
     for step in range(knobs.steps):
-        pairs = task.demonstrations(seed + WARM_START_SEED, step * knobs.batch_size, knobs.batch_size)
-        ids, labels = [], []
-        for prompt, response in pairs:
-            p = policy.encode(tokenizer, prompt)
-            r = tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
-            ids.append(p + r)
-            labels.append([-100] * len(p) + r)
-        width = max(map(len, ids))
+        wanted = seed + WARM_START_SEED, step * knobs.batch_size, knobs.batch_size
+        if expert is None:
+            rows = [_answered(policy, tokenizer, *pair) for pair in task.demonstrations(*wanted)]
+        else:
+            rows = [
+                _played(policy, tokenizer, expert, prompt, derive_seed(wanted[0], "expert", wanted[1] + number))
+                for number, prompt in enumerate(task.prompts(*wanted))
+            ]
+        width = max(len(ids) for ids, _ in rows)
         batch = {
             "input_ids": torch.tensor(
-                [row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids], device=model.device
+                [ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in rows], device=model.device
             ),
-            "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids], device=model.device),
-            "labels": torch.tensor([row + [-100] * (width - len(row)) for row in labels], device=model.device),
+            "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows], device=model.device),
+            "labels": torch.tensor([labels + [-100] * (width - len(labels)) for _, labels in rows], device=model.device),
         }
         loss = model(**batch, use_cache=False).loss
         optimizer.zero_grad()
@@ -121,3 +132,26 @@ def _steps(model, tokenizer, policy: Policy, task: Task, knobs: WarmStart, seed:
         optimizer.step()
         schedule.step()
         report(step + 1, knobs.steps, loss.item())
+
+
+def _answered(policy: Policy, tokenizer, prompt: str, response: str) -> tuple[list[int], list[int]]:
+    """Token ids of a demonstration, and its labels: those of the response."""
+    asked = policy.encode(tokenizer, prompt)
+    answer = tokenizer(response, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    return asked + answer, [-100] * len(asked) + answer
+
+
+def _played(policy: Policy, tokenizer, expert: Environment, prompt: Prompt, seed: int) -> tuple[list[int], list[int]]:
+    """The same of an episode that an environment's expert plays: the labels are those of its turns."""
+    shown = expert.demonstration(prompt, seed)
+    written = opened(prompt, shown.start).written
+    ids = policy.encode(tokenizer, written)
+    labels = [-100] * len(ids)
+    for action, observation in shown.turns:
+        said = tokenizer(action, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        ids, labels = ids + said, labels + said
+        if observation is not None:
+            between = tokenizer(policy.between(tokenizer, written, observation), add_special_tokens=False)["input_ids"]
+            between = between[1:] if between[:1] == said[-1:] else between
+            ids, labels = ids + between, labels + [-100] * len(between)
+    return ids, labels

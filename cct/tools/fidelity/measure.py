@@ -278,7 +278,7 @@ def _positions(
         (b, row, t)
         for b, mask in enumerate(masks)
         for row, t in mask.nonzero().tolist()
-        if rows[b][row].response.logprobs[t] < least
+        if rows[b][row].response.logprobs[rows[b][row].number(t)] < least
     ]
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))[:count]
     return [every[index] for index in sorted(order.tolist())], len(every)
@@ -294,9 +294,9 @@ def advantages_at(
     """
 
     def state(row: Row, t: int) -> State:
-        return row.group, row.response.tokens[:t]
+        return sampler.key(row), row.response.tokens[:t]
 
-    here = [(rows[number], t) for number, t in places]
+    here = [(rows[number], rows[number].number(t)) for number, t in places]
     ends = [t + 1 == len(row.response.tokens) for row, t in here]  # nothing follows: what the token is worth is known
     wanted = [state(row, t + k) for (row, t), ended in zip(here, ends, strict=True) for k in ((0,) if ended else (0, 1))]
     states = list(dict.fromkeys(wanted))
