@@ -269,9 +269,9 @@ def _run(arguments: argparse.Namespace) -> int:
         raise RecipeError("cct run needs a recipe, for example: cct run recipes/compo.yaml")
     recipe = _checked(arguments.recipe, arguments.set, demonstrations=True) if arguments.recipe else None
     if arguments.resume is not None:
-        from cct.training.folder import to_resume
+        from cct.run_folder import RunFolder
 
-        recipe = to_resume(arguments.resume, recipe, arguments.set)[0]
+        recipe = RunFolder(arguments.resume).to_resume(recipe, arguments.set)[0]
     assert recipe is not None
     if arguments.dry_run:
         training = recipe.training
@@ -286,7 +286,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.profile:  # read when torch is imported: its profiler says on stderr that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from cct.api import resume, train
-    from cct.training.stopped import TrainingStopped
+    from cct.errors import TrainingStopped
 
     try:
         if arguments.resume:
@@ -428,12 +428,12 @@ def _numbers(text: str) -> list[int]:
 def _eval(arguments: argparse.Namespace) -> int:
     import json
 
+    from cct.run_folder import RunFolder
     from cct.system.files import write_text
-    from cct.training.folder import must_be_trained
 
-    must_be_trained(arguments.run)  # before torch is imported
+    RunFolder(arguments.run).must_be_trained()  # before torch is imported
     from cct.api import evaluate
-    from cct.training.stopped import TrainingStopped
+    from cct.errors import TrainingStopped
 
     try:
         metrics = evaluate(arguments.run, samples=arguments.samples, ks=arguments.ks, trust_plugins=arguments.trust_plugins)
@@ -448,9 +448,9 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from cct.training.folder import must_be_run
+    from cct.run_folder import RunFolder
 
-    must_be_run(arguments.run)
+    RunFolder(arguments.run).must_be_run()
     from cct.tools.replay import print_replay
 
     return print_replay(
@@ -460,11 +460,13 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     from cct.recipe import RecipeError
+    from cct.run_folder import RunFolder
     from cct.tools.report.read import ReportError
     from cct.tools.report.write import write_report
 
     for source in arguments.source:  # the page reads files only, so what it shows of tokens is written first
-        stored, tokens = [*(source / "rollouts").glob("*.safetensors")], source / "tokens.json"
+        folder = RunFolder(source)
+        stored, tokens = folder.rollouts.values(), folder.tokens_file
         if arguments.transport and not stored:
             raise RecipeError(f"{source}: --transport needs a run's stored rollouts, and there are none")
         written = tokens.stat().st_mtime if tokens.is_file() else 0.0
@@ -491,8 +493,8 @@ def _fidelity(arguments: argparse.Namespace) -> int:
     from cct.registry import install
 
     try:
+        from cct.errors import TrainingStopped
         from cct.tools.fidelity.table import print_fidelity
-        from cct.training.stopped import TrainingStopped
     except ModuleNotFoundError as error:
         if error.name != "scipy":
             raise
@@ -523,10 +525,10 @@ def _study(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from cct.training.folder import must_be_run
+    from cct.run_folder import RunFolder
 
-    must_be_run(arguments.run)
-    from cct.training.export import export
+    RunFolder(arguments.run).must_be_run()
+    from cct.agent.export import export
 
     checkpoint = export(
         arguments.run, arguments.folder, arguments.iteration, dtype=arguments.dtype, trust=arguments.trust_plugins

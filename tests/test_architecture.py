@@ -11,17 +11,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 AXES = ("evidence", "transport", "critic", "geometry", "task", "policy")
 LAYERS = [
-    ("system",),
+    ("system", "metrics"),
     ("registry",),
     ("tensors",),
     ("rollout", "handover"),
     AXES,
+    ("pairing",),
     ("recipe",),
-    ("loading",),
+    ("loading", "errors"),
+    ("prompts", "run_folder"),
     ("audit",),
     ("preflight",),
+    ("agent",),
     ("training",),
-    ("tools.explain", "tools.scaffold", "tools.catalogue", "tools.memory"),
+    ("tools.explain", "tools.scaffold", "tools.catalogue", "tools.memory", "tools.profile"),
     ("tools.study", "tools.plan", "tools.conformance", "tools.replay", "tools.fidelity"),
     ("tools.report",),
     ("api",),
@@ -29,12 +32,22 @@ LAYERS = [
 ]
 MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-ONLY = {"tools.report": {"system", "registry", "rollout"}}  # reads files and the values that flow
+ONLY = {"tools.report": {"system", "metrics", "registry", "rollout", "run_folder"}}  # reads files and the values that flow
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
-FREE = {"training", *(f"tools.{name}" for name in ("study", "report", "conformance", "replay", "fidelity", "memory"))}
-TENSOR_FILES = {"tensors.py", "functional.py", "towers.py", "agent.py", "attention.py", "head.py", "sampling.py", "weights.py"}
+FREE = {"agent", "training"}
+FREE |= {f"tools.{name}" for name in ("study", "report", "conformance", "replay", "fidelity", "memory", "profile")}
+TENSOR_FILES = {
+    "tensors.py",
+    "functional.py",
+    "towers.py",
+    "attention.py",
+    "checkpoints.py",
+    "head.py",
+    "sampling.py",
+    "weights.py",
+}
 
 
 def imports(path: Path, types: bool = False) -> list[tuple[str, int, bool]]:

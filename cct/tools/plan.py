@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cct.audit import LOOK_AHEAD
+from cct.prompts import LOOK_AHEAD
 from cct.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:

@@ -14,17 +14,18 @@ import torch
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from cct.agent.agent import Agent
+from cct.agent.building import build, restore
 from cct.critic import Critic
 from cct.critic.combined import GroupCritic
 from cct.evidence import close_workers
 from cct.loading import load_recipe, read_part
+from cct.metrics import EXPLAINED
 from cct.recipe import Recipe, RecipeError
 from cct.registry import PluginError, load_plugin
 from cct.rollout import Credit, Rollout, derive_seed
-from cct.training.agent import Agent
-from cct.training.building import build, restore
+from cct.run_folder import RunFolder
 from cct.training.credit import Estimator, random_order
-from cct.training.folder import EXPLAINED
 from cct.training.metrics import rollout_metrics
 from cct.training.rows import Row
 from cct.training.sampler import Sampler, State
@@ -184,7 +185,7 @@ Opened = tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]  #
 
 def _opened(source: Path, at: int | None, trust: bool) -> Opened:
     """A run as it was after an iteration, or a recipe before its first update."""
-    if (source / "recipe.yaml").is_file():
+    if RunFolder(source).recipe_file.is_file():
         return restore(source, at, trust=trust)
     if at is not None:
         raise RecipeError(f"{source}: a recipe has no checkpoints, so there is none of iteration {at}; name a run folder")
@@ -208,7 +209,7 @@ def _variants(
         assert isinstance(part, Transport)
         found[text.strip()] = _with(recipe, part)
     reading = [name for name, variant in found.items() if variant.critic is not None]
-    if reading and not (source / "recipe.yaml").is_file():
+    if reading and not RunFolder(source).recipe_file.is_file():
         raise RecipeError(
             f"{source}: transport {reading[0]} reads a critic, which has not learnt anything before a run; name a run folder"
         )

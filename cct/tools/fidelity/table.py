@@ -14,13 +14,13 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from cct.run_folder import RunFolder
 from cct.system.files import write_text
 from cct.system.terminal import make_console, printable
 
 from .measure import Measured, measure
 from .scores import LEVEL, SCORES, SURE, ceiling, difference, split_half, true_variance, with_interval
 
-FILE = "fidelity.json"
 WIDTH = 120  # of the table, where the terminal does not say
 
 
@@ -87,7 +87,7 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
 
             found.append(summary(measure(source, written, on_stage=on_stage, **knobs)))
         if source.is_dir():
-            write_text(source / FILE, json.dumps(found[-1], indent=1) + "\n")
+            write_text(RunFolder(source).fidelity_file, json.dumps(found[-1], indent=1) + "\n")
     if output is not None:
         write_text(output, json.dumps(found, indent=1) + "\n")
     terminal.print(table(found))

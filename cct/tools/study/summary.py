@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cct.metrics import EXPLAINED
 from cct.system.files import whole, write_text
-from cct.training.folder import EXPLAINED
 
 from .runner import Work
 from .statistics import (
