@@ -18,13 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from cct import metrics
 from cct.agent.agent import Agent
 from cct.run_folder import RunFolder
 from cct.system.files import whole
 from cct.training.loop import Loop
 from cct.training.minibatches import Batch, PolicyBatch
 
-STAGES = ("generate", "evidence", "greedy", "branch", "behaviour", "transport", "update", "sync")
+STAGES = (*metrics.STAGES, "sync")
 TRACED = 2  # the iteration whose operations are recorded; recording slows it, so it does not count in the table
 SHOWN = 1e-4  # seconds an iteration, of a stage that is listed
 BACKWARD = 2  # a backward does twice the products of its forward
@@ -110,10 +111,10 @@ class Profile(Callback):
     def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
         """An iteration is over; the next one is recorded where it is the one to trace."""
         assert isinstance(module, Loop) and module.ended is not None
-        iteration, metrics = module.ended.number, module.ended.metrics
+        iteration, found = module.ended.number, module.ended.metrics
         if iteration > 0 and iteration != TRACED:
-            self.seconds.append({name: metrics[f"time/{name}"] for name in STAGES if f"time/{name}" in metrics})
-            self.tokens.append(metrics["train/tokens"])
+            self.seconds.append({name: found[f"time/{name}"] for name in STAGES if f"time/{name}" in found})
+            self.tokens.append(found["train/tokens"])
         elif iteration == TRACED:
             self._recorder.close()
             self.flops.pop()

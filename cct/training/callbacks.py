@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cct.errors import TrainingStopped
 from cct.loading import dump_recipe
+from cct.metrics import TERMINAL
 from cct.policy.checkpoints import why_unreadable
 from cct.policy.weights import save
 from cct.recipe import LightningCallback, Recipe, RecipeError
@@ -210,28 +211,18 @@ class Display:
 
     def iteration(self, iteration: int, metrics: dict[str, float]) -> None:
         self.history.append((iteration, metrics))
-        training = self.recipe.training
-        times = [m["time/iteration"] for _, m in self.history if "time/iteration" in m]
-        self.state = {"stage": self.state["stage"], "iteration": f"{iteration}/{training.iterations}"}
+        iterations = self.recipe.training.iterations
+        newest: dict[str, Any] = {name: value for _, event in self.history for name, value in event.items()}
+        times = [event["time/iteration"] for _, event in self.history if "time/iteration" in event][-5:]
         if times:
-            left = (training.iterations - iteration) * sum(times[-5:]) / len(times[-5:])
-            self.state |= {
-                "tokens/s": f"{metrics['train/tokens_per_second']:,.0f}",
-                "reward": f"{metrics['train/reward']:.3f}",
-                "time left": f"{int(left // 60)}:{int(left % 60):02d}",
-            }
-        if "critic/explained_variance" in metrics:
-            self.state["explained variance"] = f"{metrics['critic/explained_variance']:.3f}"
-        accuracy = next((m["eval/accuracy"] for _, m in reversed(self.history) if "eval/accuracy" in m), None)
-        if accuracy is not None:
-            self.state["held-out accuracy"] = f"{accuracy:.3f}"
+            left = (iterations - iteration) * sum(times) / len(times)
+            newest["time/left"] = f"{int(left // 60)}:{int(left % 60):02d}"
+        self.state = {"stage": self.state["stage"], "iteration": f"{iteration}/{iterations}"}
+        self.state |= {label: format(newest[name], form) for name, (label, form) in TERMINAL.items() if name in newest}
         if not self.live or "eval/accuracy" in metrics:
             kind = "critic warm-up" if iteration <= 0 and times else "iteration"
-            self.say(
-                f"{kind} {'  '.join(f'{k} {v}' for k, v in self.state.items() if k not in ('stage', 'iteration'))}".replace(
-                    kind, f"{kind} {iteration}", 1
-                )
-            )
+            shown = "  ".join(f"{key} {value}" for key, value in self.state.items() if key not in ("stage", "iteration"))
+            self.say(f"{kind} {iteration} {shown}")
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 2))

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cct.metrics import EXPLAINED
+from cct.metrics import CELLS, EXPLAINED, OUTCOMES
 from cct.system.files import whole, write_text
 
 from .runner import Work
@@ -30,25 +30,6 @@ from .statistics import (
     why_unstable,
 )
 from .study import Cell, Study
-
-COLUMNS = (  # of cells.csv, after arm, setting and seed: small enough to commit, enough for every number of results.json
-    "iteration",
-    "eval/accuracy",
-    "eval/reward",
-    "eval/length",
-    "train/reward",
-    "train/length",
-    "train/truncated",
-    "train/entropy",
-    "critic/explained_variance",
-    "baseline/explained_variance",
-    "gate/mean",
-    "policy/approx_kl",
-    "policy/clip_fraction",
-    "actor/gradient_norm",
-    "time/iteration",
-)
-COMPARED = {"final_accuracy": "final accuracy", "area": "area under curve", "frozen/accuracy": "frozen accuracy"}  # in tables
 
 
 def summarise(study: Study, works: Sequence[Work]) -> dict[str, Any]:
@@ -185,12 +166,13 @@ def _without_nan(value: Any) -> Any:
 def write(results: Mapping[str, Any], works: Sequence[Work], folder: Path) -> None:
     """`results.json`, and `cells.csv`: one line per cell and event of its metrics.jsonl."""
     write_text(folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+    columns = ("iteration", *CELLS)
     with whole(folder / "cells.csv") as unfinished, unfinished.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["arm", "setting", "seed", *COLUMNS])
+        writer.writerow(["arm", "setting", "seed", *columns])
         for work in works:
             for event in work.events:
-                row = [f"{x:.6g}" if isinstance(x := event.get(name, ""), float) else x for name in COLUMNS]
+                row = [f"{x:.6g}" if isinstance(x := event.get(name, ""), float) else x for name in columns]
                 writer.writerow([work.cell.arm, work.cell.setting, work.cell.seed, *row])
 
 
@@ -246,11 +228,11 @@ def print_tables(study: Study, results: Mapping[str, Any], console: Console) -> 
         ]
         console.print(_table(f"frozen sets, mean over sets, then over seeds {level}", ("metric", "arm", "mean"), means))
 
-    found = [row for row in results["comparisons"] if row["metric"] in COMPARED]
+    found = [row for row in results["comparisons"] if row["metric"] in OUTCOMES]
     if found:
         rows = [
             (
-                COMPARED[row["metric"]],
+                OUTCOMES[row["metric"]].short,
                 f"{row['setting']} {row['name']}".strip(),
                 _interval(row, "+"),
                 str(row["n"]),
