@@ -28,6 +28,7 @@ LAYERS = [
     ("tools.study", "tools.plan", "tools.conformance", "tools.replay", "tools.fidelity"),
     ("tools.report",),
     ("api",),
+    ("commands",),
     ("cli",),
 ]
 MODULES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
