@@ -40,7 +40,9 @@ class Run:
     @property
     def policy(self) -> Path:
         """The trained policy as a Hugging Face folder: `AutoModelForCausalLM.from_pretrained(run.policy)`."""
-        return self.folder / "policy"
+        from cct.run_folder import RunFolder
+
+        return RunFolder(self.folder).policy
 
 
 def train(

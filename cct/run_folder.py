@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +59,8 @@ class RunFolder:
     def must_be_run(self) -> None:
         """Raises RecipeError where the folder is not a run folder."""
         if not self.path.is_dir():
-            what = "is no folder" if self.path.exists() else "no such folder"
-            raise RecipeError(f"{self}: {what}; a run's is like runs/compo/001")
+            found = "is no folder" if self.path.exists() else "no such folder"
+            raise RecipeError(f"{self}: {found}; a run's is like runs/compo/001")
         if not self.recipe_file.is_file():
             raise RecipeError(f"{self}: not a run folder (no recipe.yaml)")
 
@@ -100,10 +99,8 @@ class RunFolder:
         source = with_bases(read_yaml(path), path)
         for text in overrides:
             source = override(text).lay_over(source)
-        plugins = source.data.get("plugins")
-        plugins = (
-            [dict(one) if isinstance(one, dict) else {"path": one} for one in plugins] if isinstance(plugins, list) else []
-        )
+        named = source.data.get("plugins")
+        plugins = [dict(one) if isinstance(one, dict) else {"path": one} for one in named] if isinstance(named, list) else []
         for plugin in plugins:
             if trust:
                 plugin["sha256"] = None
@@ -117,12 +114,12 @@ class RunFolder:
     # --- numbers ------------------------------------------------------------------------------
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The events of metrics.jsonl. Raises BrokenLine."""
+        """The events. Raises BrokenLine."""
         return read_lines(self.metrics_file)
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """The responses of samples.jsonl. Raises BrokenLine."""
+        """Responses, for people. Raises BrokenLine."""
         return read_lines(self.samples_file)
 
     # --- checkpoints --------------------------------------------------------------------------
@@ -175,11 +172,7 @@ class RunFolder:
 
         if logging.rollouts == "never" or (logging.rollouts == "auto" and self.full.exists()):
             return
-        tensors = {
-            field.name: value.detach().cpu().contiguous()
-            for field in fields(rollout)
-            if isinstance(value := getattr(rollout, field.name), torch.Tensor)
-        }
+        tensors = {name: x.detach().cpu().contiguous() for name, x in vars(rollout).items() if isinstance(x, torch.Tensor)}
         for kind in NAMED:
             some = getattr(rollout, kind).items()
             tensors |= {f"{kind}/{name}": x.detach().float().cpu().contiguous() for name, x in some}
@@ -246,8 +239,7 @@ class RunFolder:
         Raises RecipeError where nothing is left to do, no checkpoint was taken, or the recipe is for other weights.
         """
         self.must_be_run()
-        saved = self.checkpoints
-        if not saved:
+        if not (saved := self.checkpoints):
             raise RecipeError(f"{self}: no checkpoint was taken yet; start the recipe again")
         _ = self.metrics, self.samples  # or they would be found broken when the run has begun
         before = load_recipe(self.recipe_file)

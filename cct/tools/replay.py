@@ -14,9 +14,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from cct.loading import read_part
+from cct.loading import read_transports
 from cct.recipe import Recipe, RecipeError
-from cct.registry import PluginError, load_plugin
 from cct.rollout import Credit, Rollout
 from cct.run_folder import RunFolder
 from cct.system.files import write_text
@@ -84,17 +83,7 @@ class Replay:
                 f"{folder}: no rollouts were stored (logging.rollouts is {recipe.logging.rollouts}, rollouts_mb "
                 f"{recipe.logging.rollouts_mb:g}); a run with --set logging.rollouts=always keeps all"
             )
-        for plugin in plugins:
-            try:
-                load_plugin(plugin, Path.cwd())
-            except PluginError as error:
-                raise RecipeError(str(error)) from None
-        transports = {f"{recipe.transport.use} (the run's own)": recipe.transport}
-        for text in written:
-            part = read_part("transport", text)
-            assert isinstance(part, Transport)
-            transports[text.strip()] = part
-        return cls(run, recipe, transports)
+        return cls(run, recipe, read_transports(recipe, written, plugins))
 
     def credit(self, iteration: int, rollout: Rollout) -> dict[str, Credit]:
         """Of a stored rollout, by transport. Raises RecipeError where it lacks what a transport reads."""

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cct.run_folder import RunFolder
-from cct.system.files import write_text
+from cct.system.files import without_nan, write_text
 from cct.system.terminal import make_console, printable
 
 from .measure import Measured, measure
@@ -36,7 +36,7 @@ def summary(measured: Measured) -> dict[str, Any]:
         transports[name] = found
     places = {"iteration": [p[0] for p in measured.places], "row": [p[1] for p in measured.places]}
     places |= {"token": [p[2] for p in measured.places], "prompt": truth.cluster.tolist()}
-    return _finite(
+    return without_nan(
         {
             "source": measured.source,
             "recipe": measured.recipe,
@@ -65,14 +65,6 @@ def summary(measured: Measured) -> dict[str, Any]:
             | {"credit": {name: credit.tolist() for name, credit in measured.credit.items()}},
         }
     )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path | None, **knobs: Any) -> int:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from cct.metrics import CURVES, STAGES, SUMMARY
+from cct.metrics import CURVES, STAGES, SUMMARY, Curve
 
 from .fidelity import fidelity_section
 from .page import Report, Section, Table, facts
@@ -94,6 +95,12 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
+def chart(curve: Curve, series: Sequence[Series], **options: Any) -> str:
+    """A metric over iterations."""
+    options |= {"y_label": curve.unit, "y_range": curve.range, "least_span": curve.least_span, "zero": curve.zero}
+    return lines(curve.caption, series, x_label="iteration", **options)
+
+
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
     warm_up = [run.recipe["training"].get("critic_warmup", 0) for run in runs]
     shade = 0.5 if any(warm_up) else None
@@ -113,15 +120,10 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
         if not series:
             continue
         charts.append(
-            lines(
-                curve.caption,
+            chart(
+                curve,
                 series,
-                x_label="iteration",
-                y_label=curve.unit,
                 x_range=span,
-                y_range=curve.range,
-                least_span=curve.least_span,
-                zero=curve.zero,
                 shade_to=shade,
                 note="Band: one standard deviation over tokens." if series[0].low is not None else "",
             )

@@ -14,6 +14,7 @@ from cct.metrics import CURVES, OUTCOMES
 from .fidelity import fidelity_section
 from .page import Report, Section, Table, facts
 from .read import ReportError
+from .runs import chart
 from .svg import Interval, Series, forest, heat_map, lines, number, slopes
 
 
@@ -119,17 +120,7 @@ def _curves(arms: Sequence[str], cells: Sequence[Mapping[str, str]], grid: bool)
                 low, high = [min(at[i]) for i in x], [max(at[i]) for i in x]
                 series.append(Series(arm, x, y, low, high, metric.startswith("eval/"), colour))
         if series:
-            charts.append(
-                lines(
-                    curve.caption,
-                    series,
-                    x_label="iteration",
-                    y_label=curve.unit,
-                    y_range=curve.range,
-                    least_span=curve.least_span,
-                    zero=curve.zero,
-                )
-            )
+            charts.append(chart(curve, series))
     over = "seeds and settings" if grid else "seeds"
     return f'<div class="charts">{"".join(charts)}</div><p class="note">Lines: mean over {over}. Bands: least to greatest.</p>'
 
