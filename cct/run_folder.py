@@ -77,10 +77,7 @@ class RunFolder:
 
     @contextmanager
     def only_run(self) -> Iterator[None]:
-        """One process at a time trains in a folder. Raises RecipeError where another one does.
-
-        What a killed process left half written is removed.
-        """
+        """Hold the lock, and remove what a killed process left half written. Raises RecipeError where another process has it."""
         try:
             with locked(self.path):
                 for place in (self.path, self.path / "checkpoints", self.path / "rollouts"):
@@ -90,7 +87,7 @@ class RunFolder:
             raise RecipeError(f"{self}: {held} is training in it (its lock is {LOCK}); wait for it, or end it") from None
 
     def load_recipe(self, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
-        """The recipe of an existing run. Raises RecipeError where the folder is not a run folder.
+        """The run's recipe. Raises RecipeError where the folder is not a run folder.
 
         A plug-in is imported, which runs it, where it has the SHA-256 that the run recorded; with `trust` any is.
         """
@@ -174,8 +171,7 @@ class RunFolder:
             return
         tensors = {name: x.detach().cpu().contiguous() for name, x in vars(rollout).items() if isinstance(x, torch.Tensor)}
         for kind in NAMED:
-            some = getattr(rollout, kind).items()
-            tensors |= {f"{kind}/{name}": x.detach().float().cpu().contiguous() for name, x in some}
+            tensors |= {f"{kind}/{name}": x.detach().float().cpu().contiguous() for name, x in getattr(rollout, kind).items()}
         # Token numbers are small, and padding is seen from the mask: half the bytes.
         tensors = {name: x.to(torch.int32) if x.dtype == torch.int64 else x for name, x in tensors.items()}
         tensors["attention_mask"] = tensors["attention_mask"].bool()

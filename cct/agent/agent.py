@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -82,13 +81,17 @@ class Agent(nn.Module):
         n_layers = self.actor.config.get_text_config().num_hidden_layers
         wanted, tokens, head = statistics or {}, input_ids[:, -width:], self._head[0]
         whole = head is None or any("distribution" in one.reads for one in wanted.values())
-        of_tokens: AbstractContextManager = nullcontext()
-        if head is not None and not whole:
-            of_tokens = reading(head, tokens, self.temperature, entropy=with_entropy, at_once=self.logits_at_once)
-        layers, hidden = (
-            {layer for one in wanted.values() if what in one.reads for layer in one.layer_indices(n_layers)}
-            for what in ("attention", "hidden_states")
+        of_tokens = (
+            nullcontext()
+            if whole or head is None
+            else reading(head, tokens, self.temperature, entropy=with_entropy, at_once=self.logits_at_once)
         )
+
+        def read(what: str) -> set[int]:
+            """Layers that the statistics read this of."""
+            return {layer for one in wanted.values() if what in one.reads for layer in one.layer_indices(n_layers)}
+
+        layers, hidden = read("attention"), read("hidden_states")
         if critic is not None:
             layers |= set(critic.reads_attention)
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
@@ -102,47 +105,45 @@ class Agent(nn.Module):
                 logits_to_keep=width + 1,
             )
         distribution = distribution_of(output.logits[:, :-1], self.temperature) if whole else None
-        if distribution is None:
-            logprobs, entropy = output.logits.unbind(-1)
-        else:
-            logprobs, entropy = token_logprobs(distribution, tokens), entropy_of(distribution)
+        logprobs, entropy = (
+            output.logits.unbind(-1)
+            if distribution is None
+            else (token_logprobs(distribution, tokens), entropy_of(distribution))
+        )
         entropy = entropy.detach()
-        forward = Forward(
+        with torch.no_grad():
+            forward = Forward(
+                input_ids,
+                attention_mask,
+                width,
+                n_layers,
+                logprobs.detach(),
+                entropy,
+                opened.attention,
+                {layer: output.hidden_states[layer + 1].detach() for layer in hidden},
+                self._concentration,
+                distribution.detach() if distribution is not None else None,
+            )
+            stats = {name: self._measured(name, what, forward) for name, what in wanted.items()}
+        if critic is None:
+            return Reading(logprobs, entropy, stats=stats)
+        to_left = (input_ids.shape[1] - width, 0)
+        trace = Trace(
             input_ids,
             attention_mask,
-            width,
-            n_layers,
-            logprobs.detach(),
-            entropy,
-            opened.attention,
-            {layer: output.hidden_states[layer + 1].detach() for layer in hidden},
-            self._concentration,
-            distribution.detach() if distribution is not None else None,
-        )
-        with torch.no_grad():
-            stats = {name: self._measured(name, what, forward) for name, what in wanted.items()}
-        found = Reading(logprobs, entropy, stats=stats)
-        return self._criticised(found, forward, critic, output.hidden_states) if critic is not None else found
-
-    def _criticised(self, found: Reading, forward: Forward, critic: Tower, hidden: Sequence[Tensor]) -> Reading:
-        """With the critic's values, and the trace that it read."""
-        to_left = (forward.input_ids.shape[1] - forward.width, 0)
-        found.trace = trace = Trace(
-            forward.input_ids,
-            forward.attention_mask,
-            hidden_states={layer: hidden[layer].detach() for layer in critic.reads_hidden},
-            attention={layer: forward.attention[layer] for layer in critic.reads_attention},
-            token_logprobs=nn.functional.pad(forward.logprobs, to_left),
-            entropy=nn.functional.pad(forward.entropy, to_left),
+            hidden_states={layer: output.hidden_states[layer].detach() for layer in critic.reads_hidden},
+            attention={layer: opened.attention[layer] for layer in critic.reads_attention},
+            token_logprobs=nn.functional.pad(logprobs.detach(), to_left),
+            entropy=nn.functional.pad(entropy, to_left),
             concentration={
-                layer: self._concentration(forward.attention[layer], PER_HEAD) for layer in critic.reads_concentration
+                layer: self._concentration(opened.attention[layer], PER_HEAD) for layer in critic.reads_concentration
             },
         )
-        raw, found.values = self.values(trace, forward.width)
+        raw, values = self.values(trace, width)
         with torch.no_grad():
             trace.values = critic.head.members(raw)
-            found.stats |= {name: statistic[:, :-1] for name, statistic in critic.head.statistics(raw).items()}
-        return found
+            stats |= {name: statistic[:, :-1] for name, statistic in critic.head.statistics(raw).items()}
+        return Reading(logprobs, entropy, values, stats, trace)
 
     def values(self, trace: Trace, width: int) -> tuple[Tensor, Tensor]:
         """The critic's raw outputs and values on a trace, [B, width + 1 (, ...)]; index t is read before token t."""

@@ -72,7 +72,9 @@ def group_advantage(
         return centred
     if scale == "batch":
         deviation = _deviation(scores, valid, ddof)
-        deviation = deviation.where(deviation > 0, 1.0).expand_as(scores)  # or `raw` scores, if all equal, are divided by eps
+        deviation = deviation.where(deviation > 0, 1.0).expand_as(
+            scores
+        )  # or `raw` of a batch of equals would be divided by eps
     else:
         middle = per_group(scores) / count.clamp(min=1)
         squares = per_group((scores - middle[index]).masked_fill(~valid, 0.0).square())
