@@ -17,8 +17,11 @@ class Metric:
 
     def covers(self, name: str) -> bool:
         """Whether a metric of this name is one of these."""
-        patterns = (re.escape(each).replace("NAME", r"\S+") for each in self.names.split(", "))
-        return any(re.fullmatch(pattern, name) for pattern in patterns)
+        return any(re.fullmatch(re.escape(each).replace("NAME", r"\S+"), name) for each in _names(self.names))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(", "))
 
 
 METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
@@ -135,7 +138,7 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
 
 def markdown() -> str:
     """The table of docs/runs.md."""
-    rows = [(", ".join(f"`{name}`" for name in each.names.split(", ")), each.meaning, each.unit) for each in METRICS]
+    rows = [(", ".join(f"`{name}`" for name in _names(each.names)), each.meaning, each.unit) for each in METRICS]
     return "| name | meaning | unit |\n|---|---|---|\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -147,43 +150,18 @@ TERMINAL = {  # label and format, while a run trains
     "critic/explained_variance": ("explained variance", ".3f"),
     "eval/accuracy": ("held-out accuracy", ".3f"),
 }
-CLOSING = (  # the table at a run's end
-    "eval/accuracy",
-    "train/reward",
-    "train/length",
-    "critic/explained_variance",
-    "gate/mean",
-    "policy/clip_fraction",
-    "policy/approx_kl",
-    "train/tokens_per_second",
+CLOSING = _names(  # the table at a run's end
+    "eval/accuracy, train/reward, train/length, critic/explained_variance, gate/mean, policy/clip_fraction, "
+    "policy/approx_kl, train/tokens_per_second"
 )
-SUMMARY = (  # the table of a report
-    "eval/accuracy",
-    "train/reward",
-    "critic/explained_variance",
-    "policy/approx_kl",
-    "policy/clip_fraction",
-    "gate/mean",
-    "train/entropy",
-    "train/length",
-    "train/tokens_per_second",
-    "time/iteration",
+SUMMARY = _names(  # the table of a report
+    "eval/accuracy, train/reward, critic/explained_variance, policy/approx_kl, policy/clip_fraction, gate/mean, "
+    "train/entropy, train/length, train/tokens_per_second, time/iteration"
 )
-CELLS = (  # columns of a study's cells.csv: small enough to commit, enough for every number of results.json
-    "eval/accuracy",
-    "eval/reward",
-    "eval/length",
-    "train/reward",
-    "train/length",
-    "train/truncated",
-    "train/entropy",
-    "critic/explained_variance",
-    "baseline/explained_variance",
-    "gate/mean",
-    "policy/approx_kl",
-    "policy/clip_fraction",
-    "actor/gradient_norm",
-    "time/iteration",
+CELLS = _names(  # columns of a study's cells.csv: small enough to commit, enough for every number of results.json
+    "eval/accuracy, eval/reward, eval/length, train/reward, train/length, train/truncated, train/entropy, "
+    "critic/explained_variance, baseline/explained_variance, gate/mean, policy/approx_kl, policy/clip_fraction, "
+    "actor/gradient_norm, time/iteration"
 )
 EXPLAINED = ("baseline/explained_variance", "critic/explained_variance")  # the first that there is, as the transport read it
 STAGES = ("generate", "evidence", "greedy", "branch", "behaviour", "transport", "update")  # of an iteration: `time/STAGE`
@@ -218,16 +196,9 @@ CURVES = {
 }
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What the cells of a study are compared by: its name in the terminal's tables, and in the report."""
-
-    short: str
-    long: str
-
-
+# What the cells of a study are compared by: its name in the terminal's tables, and in the report.
 OUTCOMES = {
-    "final_accuracy": Outcome("final accuracy", "final held-out accuracy"),
-    "area": Outcome("area under curve", "mean of the learning curve"),
-    "frozen/accuracy": Outcome("frozen accuracy", "frozen accuracy"),
+    "final_accuracy": ("final accuracy", "final held-out accuracy"),
+    "area": ("area under curve", "mean of the learning curve"),
+    "frozen/accuracy": ("frozen accuracy", "frozen accuracy"),
 }

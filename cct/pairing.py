@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from cct.geometry import Geometry, geometries
-from cct.policy import Generation
+from cct.geometry import geometries
 from cct.registry import REGISTRIES, Component
 from cct.transport import Transport, Wrapper
 
 Problems = Iterator[tuple[str, str]]  # place and message
-
-
-class Parts(Protocol):
-    """What rules read of a recipe."""
-
-    generation: Any
-    critic: Any
-    transport: Any
-    geometry: Any
-    training: Any
-
-    @property
-    def parts(self) -> Mapping[str, Component]: ...
-    @property
-    def reward_bounds(self) -> tuple[float, float]: ...
-    def needs(self, what: str) -> bool: ...
-    def providers(self, need: str) -> list[str]: ...
+Parts = Any  # a Recipe; `recipe` imports this module, so it cannot be named here
 
 
 def problems(recipe: Parts) -> list[tuple[str, str]]:
@@ -76,8 +59,7 @@ def groups_are_large_enough(recipe: Parts) -> Problems:
 
 
 def truncated_sampling_is_corrected(recipe: Parts) -> Problems:
-    generation: Generation = recipe.generation
-    geometry: Geometry = recipe.geometry
+    generation, geometry = recipe.generation, recipe.geometry
     if generation.truncates and "own" not in geometry.engine_ratio | recipe.transport.engine_ratio:
         other = ", or geometry.ratio_to to engine" if geometry.weighs else ""
         yield (
@@ -99,7 +81,7 @@ def engines_divide_processes(recipe: Parts) -> Problems:
 
 # --- what would run, and silently mean something else -----------------------------------------
 def token_credit_reaches_tokens(recipe: Parts) -> Problems:
-    geometry: Geometry = recipe.geometry
+    geometry = recipe.geometry
     if recipe.transport.grain == "token" and geometry.grain == "sequence":
         able = [name for name in geometries.names() if geometries[name].grain == "token" and name != geometry.token_form]
         form = [f"{geometry.token_form}, its token form"] if geometry.token_form else []
@@ -121,7 +103,7 @@ def responses_are_whitened_as_responses(recipe: Parts) -> Problems:
 
 
 def kl_counts_once(recipe: Parts) -> Problems:
-    geometry: Geometry = recipe.geometry
+    geometry = recipe.geometry
     if geometry.kl_coef and geometry.kl_in_reward:
         yield (
             "geometry.kl_in_reward",
@@ -141,7 +123,7 @@ def kl_stays_in_the_critics_range(recipe: Parts) -> Problems:
 
 
 def engine_ratio_counts_once(recipe: Parts) -> Problems:
-    geometry: Geometry = recipe.geometry
+    geometry = recipe.geometry
     twice = geometry.engine_ratio & recipe.transport.engine_ratio
     if twice:
         knob = "ratio_to" if geometry.correction == "none" else "correction"

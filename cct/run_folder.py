@@ -77,7 +77,7 @@ class RunFolder:
 
     @contextmanager
     def only_run(self) -> Iterator[None]:
-        """Hold the lock, and remove what a killed process left half written. Raises RecipeError where another process has it."""
+        """Hold the lock, and remove what a killed process left half written. Raises RecipeError where another has it."""
         try:
             with locked(self.path):
                 for place in (self.path, self.path / "checkpoints", self.path / "rollouts"):

@@ -98,7 +98,7 @@ def _interval(label: str, row: Mapping[str, Any], note: str = "") -> Interval:
 
 
 def _called(metric: str) -> str:
-    return OUTCOMES[metric].long if metric in OUTCOMES else metric
+    return OUTCOMES[metric][1] if metric in OUTCOMES else metric
 
 
 def _named(arm: str, setting: str) -> str:
@@ -227,7 +227,7 @@ def _interactions(results: Mapping[str, Any]) -> str:
                 slopes(
                     _named(name, row["setting"]),
                     [(a, b), (c, d)],
-                    y_label=OUTCOMES["final_accuracy"].long,
+                    y_label=_called("final_accuracy"),
                     note=f"{formula}: {_estimate(row, '+')}. Parallel lines: no interaction.",
                 )
             )

@@ -240,7 +240,7 @@ def _print_frozen(study: Study, results: Mapping[str, Any], console: Console) ->
 def _print_differences(results: Mapping[str, Any], console: Console) -> None:
     rows = [
         (
-            OUTCOMES[row["metric"]].short,
+            OUTCOMES[row["metric"]][0],
             f"{row['setting']} {row['name']}".strip(),
             _interval(row, "+"),
             str(row["n"]),
