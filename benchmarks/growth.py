@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from cct.agent.agent import Agent
 from cct.critic import critics
 from cct.policy import attention_concentration
 from cct.rollout import Concentration, Trace
-from cct.training.agent import Agent
 from cct.transport.functional import gated_gae
 
 from .concentration import model

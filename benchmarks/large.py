@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from cct.agent.agent import Agent
 from cct.critic import critics
 from cct.policy import tappable
 from cct.rollout import Concentration
-from cct.training.agent import Agent
 
 from .measure import Result, Table, device, extra_memory, in_turn, mib, number, ratios, spread
 

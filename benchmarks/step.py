@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from cct.agent.building import build
 from cct.evidence import Evidence, evidences
 from cct.loading import load_recipe
 from cct.policy import policies
 from cct.policy.models import Scratch
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response
-from cct.training.building import build
-from cct.training.folder import new_folder, read_metrics
+from cct.run_folder import RunFolder
 from cct.training.run import train
 
 from .measure import Result, Table, Target, extra_memory, mib, number, ratios, spread
@@ -187,9 +187,9 @@ def critic_parameters(one: Recipe) -> int:
 def of_cct(one: Recipe) -> Iterations:
     """By the run's own clock: sampling, judging, behaviour pass, transport, update."""
     with tempfile.TemporaryDirectory() as root:
-        folder = new_folder(Path(root), one.name)
+        folder = RunFolder.new(Path(root), one.name).path
         train(one, folder, console=Console(file=io.StringIO()))
-        events = [event for event in read_metrics(folder) if event["iteration"] > 1]
+        events = [event for event in RunFolder(folder).metrics if event["iteration"] > 1]
     names = {name for event in events for name in event if name.startswith("time/")} - {"time/iteration"}
     medians = {name.removeprefix("time/"): statistics.median(event.get(name, 0.0) for event in events) for name in names}
     return Iterations([event["time/iteration"] for event in events], events[0]["train/tokens"], medians)

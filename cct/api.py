@@ -19,6 +19,7 @@ from cct.recipe import Recipe
 
 if TYPE_CHECKING:
     from lightning import Callback
+    from rich.console import Console
 
 __all__ = ["Run", "evaluate", "load_recipe", "resume", "train"]
 
@@ -32,14 +33,16 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The events of metrics.jsonl, one an iteration; docs/runs.md says what each metric means."""
-        from cct.training.folder import read_metrics
+        from cct.run_folder import RunFolder
 
-        return read_metrics(self.folder)
+        return RunFolder(self.folder).metrics
 
     @property
     def policy(self) -> Path:
         """The trained policy as a Hugging Face folder: `AutoModelForCausalLM.from_pretrained(run.policy)`."""
-        return self.folder / "policy"
+        from cct.run_folder import RunFolder
+
+        return RunFolder(self.folder).policy
 
 
 def train(
@@ -67,8 +70,8 @@ def train(
     console = make_console(quiet=quiet)
     for warning in [*preflight(recipe), *recipe.warnings] if check else []:
         console.print(f"warning: {warning}", soft_wrap=True)
-    folder = start(recipe, Path(runs), into=Path(into) if into else None, console=console, profile=profile, callbacks=callbacks)
-    return Run(folder)
+    callbacks = _with_profile(callbacks, console) if profile else callbacks
+    return Run(start(recipe, Path(runs), into=Path(into) if into else None, console=console, callbacks=callbacks))
 
 
 def resume(
@@ -88,8 +91,9 @@ def resume(
     from cct.system.terminal import make_console
     from cct.training import run as training
 
-    folder = _folder(run)
-    training.resume(folder, recipe, overrides, console=make_console(quiet=quiet), profile=profile, callbacks=callbacks)
+    folder, console = _folder(run), make_console(quiet=quiet)
+    callbacks = _with_profile(callbacks, console) if profile else callbacks
+    training.resume(folder, recipe, overrides, console=console, callbacks=callbacks)
     return Run(folder)
 
 
@@ -105,6 +109,12 @@ def evaluate(
     from cct.training.run import evaluate_run
 
     return evaluate_run(_folder(run), samples, ks, trust=trust_plugins)
+
+
+def _with_profile(callbacks: Sequence[Callback], console: Console) -> list[Callback]:
+    from cct.tools.profile import Profile
+
+    return [Profile(console), *callbacks]
 
 
 def _folder(run: Run | str | Path) -> Path:

@@ -5,82 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from cct.evidence import Evidence
-from cct.recipe import CRITIC_WARMUP_SEED, Recipe
+from cct.prompts import EXAMPLES, drawn, measured, named
+from cct.recipe import Recipe
 from cct.rollout import Prompt
 from cct.task import same
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-LOOK_AHEAD = 2048  # prompts of an endless stream that are looked at before a run
-EXAMPLES = 3  # of what is found, in a message
 OPENED = re.compile(r"<(?:think|thinking|thought|reasoning)>\s*$")
-
-
-def drawn(recipe: Recipe, bound: int = LOOK_AHEAD) -> list[Prompt]:
-    """Training prompts that the run draws, the critic's warm-up included, in a time that does not grow with its iterations.
-
-    Of a list of problems exactly those that come up, each once; of an endless stream the first `bound`.
-    """
-    training, listed = recipe.training, recipe.task.training()
-    found: dict[int, Prompt] = {}
-    for seed, rounds in (
-        (recipe.seed + CRITIC_WARMUP_SEED, training.critic_warmup),
-        (recipe.seed, training.iterations),
-    ):
-        count = rounds * training.prompts_per_iteration
-        if listed and count >= len(listed):
-            return list(listed)
-        found |= {id(prompt): prompt for prompt in recipe.task.prompts(seed, 0, min(count, len(listed or ()) or bound))}
-    return list(found.values())
-
-
-# --- lengths ----------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Lengths:
-    """Prompts as the policy encodes them."""
-
-    tokens: list[tuple[int, ...]]
-    too_long: list[tuple[int, int]]
-    """Number and length of each that leaves no room for a response."""
-    which: str
-    """Which those are, in words; empty where there are none."""
-
-    @property
-    def problem(self) -> str:
-        return f"{self.which}. Lower max_new_tokens, take them out, or leave them out by `generation.overlong: drop`"
-
-
-def measured(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, positions: int | None, prompts: Sequence[Prompt]) -> Lengths:
-    """Token ids of the prompts, and which are too long. positions: the model's.
-
-    Raises ValueError for a prompt without tokens, and where the policy cannot encode one.
-    """
-    tokens = [tuple(recipe.policy.encode(tokenizer, prompt.written)) for prompt in prompts]
-    if () in tokens:
-        raise ValueError(f"the prompt {named(prompts[tokens.index(())])} has no tokens; leave it out of the task")
-    limit, room = recipe.generation.limit(positions), recipe.generation.max_new_tokens
-    if limit is None:
-        return Lengths(tokens, [], "")
-    too_long = [(number, len(ids)) for number, ids in enumerate(tokens) if len(ids) + room > limit[0]]
-    if not too_long:
-        return Lengths(tokens, [], "")
-    shown = ", ".join(f"{named(prompts[number])} with {length} tokens" for number, length in too_long[:EXAMPLES])
-    return Lengths(
-        tokens,
-        too_long,
-        f"{len(too_long)} of {len(tokens)} prompts are too long: with generation.max_new_tokens ({room}) they take more than "
-        f"{limit[1]}, e.g. {shown}",
-    )
-
-
-def named(prompt: Prompt) -> str:
-    """A prompt in a message: its place, where it has one, and its beginning."""
-    beginning = repr(prompt.text[:60]) + ("..." if len(prompt.text) > 60 else "")
-    return f"{prompt.place} {beginning}".lstrip()
 
 
 # --- gold answers and duplicates --------------------------------------------------------------

@@ -33,6 +33,9 @@ from cct.registry import (
 from cct.system import plain_yaml
 from cct.system.plain_yaml import MOST_LEVELS, NEVER_WRITTEN, Key, Unreadable, index_or_name, read_file
 from cct.system.terminal import shortened
+from cct.transport import Transport
+
+OWN = " (the run's own)"  # behind the name of a recipe's transport
 
 K = TypeVar("K", bound=Knobs)
 
@@ -250,6 +253,24 @@ def read_part(axis: str, written: str, overrides: Sequence[str] = ()) -> Compone
             for problem in _joined(error.errors())
         ]
         raise RecipeError(*problems) from None
+
+
+def read_transports(recipe: Recipe, written: Sequence[str], plugins: Sequence[str]) -> dict[str, Transport]:
+    """The recipe's transport, and those written in YAML, by what is written; the files of `plugins` are imported before.
+
+    Raises RecipeError.
+    """
+    for plugin in plugins:
+        try:
+            load_plugin(plugin, Path.cwd())
+        except PluginError as error:
+            raise RecipeError(str(error)) from None
+    found = {recipe.transport.use + OWN: recipe.transport}
+    for text in written:
+        part = read_part("transport", text)
+        assert isinstance(part, Transport)
+        found[text.strip()] = part
+    return found
 
 
 def _import_plugins(source: Source) -> list[dict[str, Any]]:

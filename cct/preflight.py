@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from cct.audit import drawn, golds, named
+from cct.audit import golds
 from cct.policy import WARM_START_SEED, Shape
+from cct.prompts import drawn, named
 from cct.recipe import Recipe, RecipeError
 from cct.registry import RAISED, error_text, install
 from cct.task import Task, same

@@ -1,4 +1,4 @@
-"""The recipe: the parts put together, and what of them does not fit. `loading` reads it from YAML."""
+"""The recipe: the parts put together. `pairing` says which of them do not fit, `loading` reads it from YAML."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from cct import pairing
 from cct.critic import Critic, critics
 from cct.environment import Environment, environments
 from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries
 from cct.policy import Generation, Policy, engines, policies
-from cct.registry import REGISTRIES, Component, Knobs, children
+from cct.registry import Component, Knobs, children
 from cct.rollout import Prompt
 from cct.system.plain_yaml import index_or_name
 from cct.system.terminal import shortened
 from cct.task import Task, tasks
-from cct.transport import Transport, Wrapper, transports
+from cct.transport import Transport, transports
 
 MOST_PROBLEMS, MOST_CHARACTERS = 20, 2000  # of a recipe, and of one of them
 
@@ -276,140 +277,14 @@ class Recipe(Knobs):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Recipe:
-        problems = [
-            (place, self._unmet(part, need))
-            for place, part in self.parts.items()
-            for need in sorted(part.needs)
-            if not self.providers(need)
+        found = [
+            {
+                "type": PydanticCustomError("pairing", "{message}", {"message": message}),
+                "loc": tuple(index_or_name(key) for key in place.split(".")),
+                "input": place,
+            }
+            for place, message in pairing.problems(self)
         ]
-        each = self.training.responses_per_prompt
-        problems += [
-            (
-                place,
-                f"'{part.use}' tells responses to one prompt apart from {part.least_responses} of them on; "
-                f"training.responses_per_prompt is {each}",
-            )
-            for place, part in self.parts.items()
-            if isinstance(part, Transport) and not isinstance(part, Wrapper) and 2 <= each < part.least_responses
-        ]
-        if self.generation.truncates and "own" not in self.geometry.engine_ratio | self.transport.engine_ratio:
-            other = ", or geometry.ratio_to to engine" if self.geometry.weighs else ""
-            problems.append(
-                (
-                    "generation",
-                    f"top_p ({self.generation.top_p}) or top_k ({self.generation.top_k}) leaves tokens out, so the trainer's "
-                    f"ratios are not of the distribution sampled from; set geometry.correction to truncate or mask{other}",
-                )
-            )
-        if self.training.processes % self.generation.processes_per_engine:
-            problems.append(
-                (
-                    "generation.tensor_parallel",
-                    f"{self.generation.processes_per_engine} processes share an engine, which must divide the "
-                    f"{self.training.processes} of training.devices x training.nodes",
-                )
-            )
-        problems += self._ill_matched()
-        if self.reward_bounds[0] >= self.reward_bounds[1]:
-            problems.append(("evidence", "all evidence has weight 0, so every reward is the same; give one a weight"))
-        if self.critic is not None and not self.needs("values"):
-            problems.append(("critic", f"transport '{self.transport.use}' has no use for a critic; set `critic: null`"))
-        if self.critic is None and self.training.critic_warmup:
-            problems.append(("training.critic_warmup", "there is no critic to warm up; set it to 0"))
-        if self.critic is None and self.training.critic_window > 1:
-            problems.append(("training.critic_window", "there is no critic to remember anything; set it to 1"))
-        if problems:
-            raise ValidationError.from_exception_data(
-                "Recipe",
-                [
-                    {
-                        "type": PydanticCustomError("pairing", "{message}", {"message": message}),
-                        "loc": tuple(index_or_name(key) for key in place.split(".")),
-                        "input": place,
-                    }
-                    for place, message in problems
-                ],
-            )
+        if found:
+            raise ValidationError.from_exception_data("Recipe", found)  # type: ignore[arg-type]
         return self
-
-    def _ill_matched(self) -> list[tuple[str, str]]:
-        """Pairs that would run and silently mean something else, with what would keep the meaning."""
-        geometry, transport = self.geometry, self.transport
-        problems = []
-        if transport.grain == "token" and geometry.grain == "sequence":
-            able = [name for name in geometries.names() if geometries[name].grain == "token" and name != geometry.token_form]
-            form = [f"{geometry.token_form}, its token form"] if geometry.token_form else []
-            problems.append(
-                (
-                    "geometry",
-                    f"'{geometry.use}' averages advantages over each response, which would erase the credit that transport "
-                    f"'{transport.use}' gives to single tokens; these keep it: {', '.join([*form, *able])}",
-                )
-            )
-        problems += [
-            (
-                place,
-                f"'{part.use}' gives one number per response and whitens over tokens, where a long response counts as often as "
-                "it has tokens; whiten over responses, or not at all",
-            )
-            for place, part in self.parts.items()
-            if isinstance(part, Transport) and part.grain == "sequence" and part.whitens == "token"
-        ]
-        if geometry.kl_coef and geometry.kl_in_reward:
-            problems.append(
-                (
-                    "geometry.kl_in_reward",
-                    f"the KL to the starting policy would count twice, in rewards ({geometry.kl_in_reward}) and in the loss "
-                    f"(kl_coef {geometry.kl_coef}); set one of them to 0",
-                )
-            )
-        if geometry.kl_in_reward and self.critic is not None and self.critic.bounded:
-            problems.append(
-                (
-                    "geometry.kl_in_reward",
-                    f"takes returns out of the range of the evidence, which critic '{self.critic.use}' cannot leave; set its "
-                    "output to scalar, or use kl_coef, the KL in the loss",
-                )
-            )
-        if twice := geometry.engine_ratio & transport.engine_ratio:
-            knob = "ratio_to" if geometry.correction == "none" else "correction"
-            whose = "the token's own" if "own" in twice else "that of later tokens"
-            instead = "correction_level to token" if twice == {"later"} and knob == "correction" else "correction to none"
-            problems.append(
-                (
-                    f"geometry.{knob}",
-                    f"'{getattr(geometry, knob)}' weighs by the ratio of trainer to engine, which the advantages of transport "
-                    f"'{transport.use}' hold already ({whose}), and would count twice; set "
-                    + (instead if knob == "correction" else "ratio_to to trainer"),
-                )
-            )
-        if geometry.correction != "none" and geometry.ratio_to == "engine" and geometry.weighs:
-            problems.append(
-                (
-                    "geometry.correction",
-                    f"'{geometry.correction}' weighs by trainer over engine, which a ratio to the engine holds already, and "
-                    "would count twice; set ratio_to to trainer, which keeps the correction, or correction to none",
-                )
-            )
-        return problems
-
-    @staticmethod
-    def _unmet(part: Component, need: str) -> str:
-        if need == "groups":
-            return f"'{part.use}' compares responses to one prompt: set training.responses_per_prompt to 2 or more"
-        able = [
-            f"{axis}: {name}"
-            for axis, registry in REGISTRIES.items()
-            for name in registry.names()
-            if need in _provided(registry[name])
-        ]
-        what = f"provided by {', '.join(able)}" if able else "which no registered component provides"
-        what += "; or set policy.warm_start: null" if need == "demonstrations" else ""
-        return f"'{part.use}' needs {need}, and nothing in this recipe provides it; {what}"
-
-
-def _provided(cls: type[Component]) -> frozenset[str]:
-    try:
-        return cls.model_construct().provides
-    except AttributeError:  # it depends on a knob without default
-        return frozenset()

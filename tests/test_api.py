@@ -15,7 +15,7 @@ from cct import evaluate, resume, train
 from cct.cli import main
 from cct.loading import load_recipe
 from cct.recipe import RecipeError
-from cct.training.folder import checkpoints
+from cct.run_folder import RunFolder
 
 
 class Seen(Callback):
@@ -83,7 +83,7 @@ def test_a_recipe_names_callbacks_of_lightning_and_of_a_file(tmp_path):
     run = train(recipe, runs=tmp_path / "runs", quiet=True)
     assert [event["iteration"] for event in run.metrics] == [0, 1, 2, 3]  # the first is the best, and two are no better
     assert (tmp_path / "end").exists() and run.policy.is_dir()
-    assert [path.stem for path in checkpoints(run.folder)] == ["000003"]
+    assert [path.stem for path in RunFolder(run.folder).checkpoints] == ["000003"]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_lightning_keeps_the_best_checkpoint_beside_the_run_s_own(tmp_path):
     run = train(tiny("grpo", "evidence.0.pattern=(.)", "training.iterations=4"), runs=tmp_path, callbacks=[best], quiet=True)
     rewards = [event["train/reward"] for event in run.metrics if event["iteration"] > 0]
     assert float(best.best_model_score) == pytest.approx(max(rewards)) and len(list((tmp_path / "best").iterdir())) == 1
-    assert [path.stem for path in checkpoints(run.folder)] == ["000004"]
+    assert [path.stem for path in RunFolder(run.folder).checkpoints] == ["000004"]
 
 
 def test_the_notebook_runs(tmp_path):

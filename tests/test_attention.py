@@ -23,10 +23,10 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from cct.agent.agent import Agent
+from cct.errors import TrainingStopped
 from cct.policy import Runs, attention_concentration, kernel_of, tap, tappable
 from cct.rollout import Attention, Concentration, HiddenChange, Statistic, TokenEntropy, TokenLogprob
-from cct.training.agent import Agent
-from cct.training.stopped import TrainingStopped
 
 LOWEST = torch.finfo(torch.float32).min
 PROMPTS, RESPONSES = [[3, 4, 5, 6, 7], [8], [9, 10, 11]], [[12, 13, 14, 15], [16, 17, 18, 19, 3, 4, 1], [5]]

@@ -10,10 +10,10 @@ from torch.testing import assert_close
 
 from cct.critic import critics
 from cct.critic.functional import group_mean
+from cct.errors import TrainingStopped
 from cct.recipe import RecipeError
-from cct.training.folder import read_metrics
+from cct.run_folder import RunFolder
 from cct.training.minibatches import CriticBatch
-from cct.training.stopped import TrainingStopped
 from cct.training.updates import Updates
 from cct.transport import explained_variance, gated_gae, transports
 
@@ -31,7 +31,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_kind_of_critic_trains_two_iterations(kind, tmp_path):
-    events = read_metrics(run(tiny("compo", kind), tmp_path))
+    events = RunFolder(run(tiny("compo", kind), tmp_path)).metrics
     assert [e["iteration"] for e in events if e["iteration"] > 0] == [1, 2]
     assert {"critic/explained_variance", "critic/loss", "critic/value"} <= events[-1].keys()
     assert ("critic/disagreement" in events[-1]) == ("mini_critics" in kind)

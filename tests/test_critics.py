@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from torch import nn
 from torch.testing import assert_close
 
+from cct.agent.agent import Agent
 from cct.critic import critics
 from cct.critic.functional import at_level, group_mean, hl_gauss, prompt_numbers, rank_in_group, two_hot
 from cct.rollout import Trace
-from cct.training.agent import Agent
 
 PROMPTS, RESPONSES = [[3, 4, 5, 6, 7], [8], [9, 10, 11]], [[12, 13, 14, 15], [16, 17, 18, 19, 3, 4, 1], [5]]
 BOUNDS = (-1.0, 2.0)

@@ -13,21 +13,20 @@ from held import Held
 from test_models import TEMPLATE, USER, make_folder, make_tokenizer, pretrained
 from test_recipe import NO_CRITIC, over, write
 
-from cct.audit import drawn
+from cct.agent.building import build
 from cct.cli import main
+from cct.errors import TrainingStopped
 from cct.loading import load_recipe
 from cct.policy import engines
 from cct.preflight import preflight, trained_on
+from cct.prompts import drawn, training_prompts
 from cct.recipe import RecipeError
 from cct.rollout import Prompt
 from cct.task.fields import lookup, text_of
 from cct.task.files import JsonLines, Parquet
 from cct.task.huggingface import Datasets
-from cct.training.building import build
 from cct.training.evaluation import evaluate
-from cct.training.prompts import training_prompts
 from cct.training.sampler import Sampler
-from cct.training.stopped import TrainingStopped
 
 
 def lines(path, *rows) -> str:

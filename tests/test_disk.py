@@ -17,17 +17,17 @@ import torch
 from rich.console import Console
 from test_training import RECIPES, TINY, TINY_CHAIN, TINY_CRITIC, assert_same_tensors, final_state, tiny
 
+from cct.agent.building import restore
+from cct.agent.export import export, quiet
+from cct.agent.warm_start import warm_start
 from cct.cli import main
 from cct.loading import dump_recipe
+from cct.policy.checkpoints import tensors_only, unreadable
 from cct.recipe import RecipeError
+from cct.run_folder import RunFolder
 from cct.system.files import SUMS, WriteError, append, damage, forget, kept, locked, sweep, whole, write_text
 from cct.system.signals import GRACE, Ending, Interrupted, answered
-from cct.training.building import restore
-from cct.training.export import export, quiet, tensors_only, unreadable
-from cct.training.folder import checkpoints, load_run, only_run, read_metrics, to_resume
-from cct.training.rollouts import load, stored
 from cct.training.run import evaluate_run, resume, start
-from cct.training.warm_start import warm_start
 
 WINDOW = (
     "training.critic_window=2",
@@ -226,7 +226,7 @@ def test_a_run_that_cannot_write_says_so_in_a_line(what, size, sets, tmp_path, c
     with at_most(resource.RLIM_INFINITY if late else size):
         assert main(["run", str(recipe), "--into", str(folder), *words]) == 1
     assert f"error: {folder / what}: cannot be written (File too large)" in one_error(capsys)
-    assert not unfinished(tmp_path) and not checkpoints(folder)
+    assert not unfinished(tmp_path) and not RunFolder(folder).checkpoints
 
 
 @pytest.mark.parametrize("logger", ["csv", "tensorboard"])
@@ -240,7 +240,7 @@ def test_a_run_that_had_no_room_is_resumed_to_the_same_bits(logger, run, runs, c
     assert "stopped early; go on with: cct run --resume '" in output and not unfinished(run)
     assert main([*arguments, "--set", "callbacks=[]"]) == 0
     assert_same_tensors(final_state(run)["state_dict"], final_state(runs[1])["state_dict"])
-    assert [event["iteration"] for event in read_metrics(run)] == [0, 0, 1, 2, 3]
+    assert [event["iteration"] for event in RunFolder(run).metrics] == [0, 0, 1, 2, 3]
 
 
 def test_a_warm_start_too_large_for_the_disk_is_not_kept(tmp_path, monkeypatch):
@@ -267,7 +267,7 @@ class Planted:
 
 @pytest.mark.parametrize("form", ["torch", "pickle"])
 def test_code_in_a_checkpoint_is_refused_with_the_reason_and_not_run(form, run, tmp_path):
-    proof, newest = tmp_path / "proof", checkpoints(run)[-1]
+    proof, newest = tmp_path / "proof", RunFolder(run).checkpoints[-1]
     if form == "torch":
         torch.save(final_state(run) | {"more": Planted(proof)}, newest)
     else:
@@ -299,7 +299,7 @@ def test_code_in_a_checkpoint_of_deepspeed_is_refused_and_its_own_classes_are_re
 
 
 def test_of_a_checkpoint_with_a_flipped_bit_the_one_before_is_taken_and_that_is_said(run, runs):
-    flip_a_bit(checkpoints(run)[-1])
+    flip_a_bit(RunFolder(run).checkpoints[-1])
     by = console()
     resume(run, None, LONGER, console=by)
     assert "000002.ckpt: skipped, it cannot be read (checkpoints/000002.ckpt is not as it was written" in said(by)
@@ -307,10 +307,10 @@ def test_of_a_checkpoint_with_a_flipped_bit_the_one_before_is_taken_and_that_is_
 
 
 def test_changed_rollouts_and_a_changed_policy_are_refused(run):
-    path = stored(run)[1]
+    path = RunFolder(run).rollouts[1]
     flip_a_bit(path)
     with pytest.raises(RecipeError, match=r"1\.safetensors is not as it was written"):
-        load(path)
+        RunFolder(run).rollout(1)
     flip_a_bit(run / "policy" / "model.safetensors")
     with pytest.raises(RecipeError, match=r"policy/model\.safetensors is not as it was written.*cct export"):
         evaluate_run(run)
@@ -350,14 +350,14 @@ def test_a_run_in_which_another_process_trains_is_refused_and_one_whose_process_
         assert main(["run", "--resume", str(run), "--set", "training.iterations=3"]) == 2
         assert f"{run}: process {os.getpid()} on " in one_error(capsys)
     assert (run / ".lock").read_text().startswith("process ")
-    with only_run(run):
+    with RunFolder(run).only_run():
         pass
 
 
 def test_what_a_killed_process_left_half_written_is_removed_when_the_run_goes_on(run):
     for place in (run, run / "checkpoints"):
         (place / ".half.0123.tmp").mkdir()
-    with only_run(run):
+    with RunFolder(run).only_run():
         assert not unfinished(run)
     sweep(run / "no such folder")
 
@@ -378,12 +378,12 @@ def test_the_critics_window_holds_iterations_under_one_recipe(change, anew, run)
     by = console()
     resume(run, None, [*LONGER, change], console=by)
     assert ("the critic's window begins anew: its 1 earlier iterations" in said(by)) == anew
-    assert read_metrics(run)[-1]["iteration"] == 3
+    assert RunFolder(run).metrics[-1]["iteration"] == 3
 
 
 def test_a_critic_does_not_go_on_with_other_bounds_of_the_reward(run):
     with pytest.raises(RecipeError, match=r"evidence: rewards in \(0\.0, 1\.0\) -> \(0\.0, 2\.0\), which bound the"):
-        to_resume(run, None, [*LONGER, "evidence.0.weight=2"])
+        RunFolder(run).to_resume(None, [*LONGER, "evidence.0.weight=2"])
 
 
 def test_a_run_is_not_resumed_to_fewer_iterations_than_are_done(run):
@@ -409,9 +409,9 @@ def test_the_reference_model_of_a_run_stays_the_one_it_began_with(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "000001.ckpt").touch()
     write_text(tmp_path / "recipe.yaml", dump_recipe(recipe))
-    to_resume(tmp_path)
+    RunFolder(tmp_path).to_resume()
     with pytest.raises(RecipeError, match="task: another one, on whose demonstrations the reference model would be made again"):
-        to_resume(tmp_path, None, ["task.steps=3"])
+        RunFolder(tmp_path).to_resume(None, ["task.steps=3"])
 
 
 # --- plug-ins of a run that is looked at ------------------------------------------------------
@@ -424,13 +424,13 @@ def test_a_plug_in_of_a_run_is_imported_with_its_recorded_hash_or_where_it_is_tr
         assert main([verb[0], str(run), *verb[1:]]) == 2
         assert "has no SHA-256" in (error := one_error(capsys)) and "--trust-plugins" in error
     assert not proof.exists()
-    recipe = load_run(run, trust=True)
+    recipe = RunFolder(run).load_recipe(trust=True)
     assert proof.read_text() == "run" and recipe.plugins[0].sha256
     (run / "recipe.yaml").write_text(dump_recipe(recipe))
-    load_run(run)
+    RunFolder(run).load_recipe()
     plugin.write_text("pass")
     with pytest.raises(RecipeError, match="has changed"):
-        load_run(run)
+        RunFolder(run).load_recipe()
 
 
 # --- signals ----------------------------------------------------------------------------------
@@ -481,7 +481,9 @@ def test_a_signal_lets_a_short_iteration_end_and_takes_a_checkpoint(asked, capfd
     output, errors = capfd.readouterr()
     assert code == 143 and "SIGTERM: ends after this iteration" in errors and "interrupted by SIGTERM" in errors
     assert f"go on with: cct run --resume '{folder}'" in output
-    assert [path.stem for path in checkpoints(folder)] == ["000003"] and damage(folder, checkpoints(folder)[0]) is None
+    assert [path.stem for path in RunFolder(folder).checkpoints] == ["000003"] and damage(
+        folder, RunFolder(folder).checkpoints[0]
+    ) is None
     resume(folder, None, ["transport.at=0"], console=console())
     assert asked(9)[0] == 0
     assert_same_tensors(final_state(folder)["state_dict"], final_state(folder.with_name("run 9"))["state_dict"])

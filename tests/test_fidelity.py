@@ -12,11 +12,13 @@ from held import Held
 from scipy import stats
 from test_training import run, scattered, tiny
 
+from cct.agent.building import restore
 from cct.cli import main
 from cct.loading import dump_recipe
 from cct.policy.generation import Completion, Engine
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Prompt, Response
+from cct.run_folder import RunFolder
 from cct.tools.fidelity.measure import advantages_at, measure
 from cct.tools.fidelity.scores import (
     Truth,
@@ -33,8 +35,6 @@ from cct.tools.fidelity.scores import (
     with_interval,
 )
 from cct.tools.fidelity.table import summary
-from cct.training.building import restore
-from cct.training.folder import checkpoints
 from cct.training.rows import Row
 from cct.training.sampler import Sampler
 from cct.transport import transports
@@ -331,7 +331,7 @@ def test_what_cannot_be_measured_is_said(finished, capsys, arguments, says):
 def test_earlier_checkpoints_may_be_kept_to_look_back(tmp_path):
     sets = ["training.iterations=4", "training.checkpoint_every=1", "training.keep_checkpoints=3"]
     folder = run(scattered(tmp_path, "rloo", *sets), tmp_path)
-    assert [int(path.stem) for path in checkpoints(folder)] == [2, 3, 4]
+    assert [int(path.stem) for path in RunFolder(folder).checkpoints] == [2, 3, 4]
     knobs = {"batches": 1, "positions": 20, "continuations": 4}
     earlier, last = measure(folder, at=2, **knobs), measure(folder, **knobs)
     assert (earlier.iteration, last.iteration) == (2, 4)

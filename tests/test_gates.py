@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch.testing import assert_close
 
+from cct.agent.agent import Agent
 from cct.geometry import geometries
 from cct.rollout import Credit, Rollout, TokenEntropy
 from cct.tools.conformance import check
-from cct.training.agent import Agent
 from cct.transport import Gate, gates, transports
 
 AttentionGate = gates["attention"]

@@ -8,12 +8,12 @@ import torch
 from conftest import MODELS, tiny_model
 from test_training import tiny
 
+from cct.agent.building import build
 from cct.policy import end_tokens
 from cct.policy.builtin import Auto, Transformers
 from cct.policy.generation import Engine
 from cct.policy.sampling import exponential
 from cct.policy.weights import add_lora, named_weights
-from cct.training.building import build
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 3, 9, 4], [5]] * 3
 

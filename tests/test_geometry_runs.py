@@ -9,7 +9,7 @@ from test_training import build, collected, final_state, run, tiny
 from torch.testing import assert_close
 
 from cct.geometry import kl_estimate, mark_top_covariances
-from cct.training.folder import read_metrics
+from cct.run_folder import RunFolder
 from cct.training.minibatches import PolicyBatch
 
 COVARIANCE = ["geometry={use: kl_cov, share: 0.2, coef: 5}", "training.epochs=2"]
@@ -18,7 +18,7 @@ COVARIANCE = ["geometry={use: kl_cov, share: 0.2, coef: 5}", "training.epochs=2"
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "policy_gradient", "cispo", "sapo", "topr", "dppo", "clip_cov", "kl_cov"])
 def test_every_geometry_trains_two_iterations(name, tmp_path):
     folder = run(tiny("grpo", f"geometry={name}", "evidence.0.pattern=(.)"), tmp_path)
-    events = read_metrics(folder)
+    events = RunFolder(folder).metrics
     assert [e["iteration"] for e in events if e["iteration"] > 0] == [1, 2]
     assert "policy/loss" in events[-1] and "policy/ratio" in events[-1]
     assert ("policy/marked" in events[-1]) == name.endswith("_cov")
@@ -95,7 +95,7 @@ def test_the_kl_is_each_token_s_cost_before_the_transport(estimator):
 def test_a_run_with_the_kl_in_rewards_reports_it(tmp_path):
     knobs = ["training.learning_rate=1.0e-2", "evidence.0.pattern=(.)", "geometry.kl_in_reward=0.5"]
     knobs += ["training.iterations=3", "training.responses_per_prompt=16"]
-    kl = [e["train/reference_kl"] for e in read_metrics(run(tiny("grpo", *knobs), tmp_path)) if "train/reference_kl" in e]
+    kl = [e["train/reference_kl"] for e in RunFolder(run(tiny("grpo", *knobs), tmp_path)).metrics if "train/reference_kl" in e]
     assert len(kl) == 3 and kl[0] == 0 and kl[-1] != 0
 
 

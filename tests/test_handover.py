@@ -16,6 +16,7 @@ from held import Held
 from test_training import build, run, tiny
 
 from cct.critic.combined import GroupCritic
+from cct.errors import TrainingStopped, attributed_to
 from cct.evidence import Evidence
 from cct.evidence.base import plain
 from cct.geometry.ppo_clip import PPOClip
@@ -24,7 +25,6 @@ from cct.rollout import Credit, Prompt, Response, TokenEntropy
 from cct.system.signals import Interrupted
 from cct.training.evaluation import evaluate
 from cct.training.judge import judge
-from cct.training.stopped import TrainingStopped, attributed_to
 from cct.transport import Gate, Transport, transports
 from cct.transport.gate import EntropyGate, ProductGate
 

@@ -6,13 +6,13 @@ import pytest
 from held import Held
 from test_training import tiny
 
+from cct.agent.building import build
 from cct.evidence import Evidence, close_workers, evidences
 from cct.evidence.exact_match import ExactMatch
 from cct.evidence.python import PythonFunction
 from cct.evidence.shape import Format, Length
 from cct.policy.generation import Completion
 from cct.rollout import Prompt, Response
-from cct.training.building import build
 from cct.training.evaluation import evaluate, evaluate_sampled
 from cct.training.judge import Failures, judge
 from cct.training.sampler import Sampler

@@ -20,18 +20,18 @@ from test_recipe import NO_CRITIC, RECIPES, over, the_problem, write
 from test_training import TINY, collected, final_state, run, scattered, tiny
 from torch.testing import assert_close
 
+from cct.agent.agent import Agent
+from cct.agent.building import build
+from cct.errors import TrainingStopped
 from cct.evidence import Evidence, Verdict
 from cct.geometry import aggregation_weights, geometries
 from cct.loading import load_recipe
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Prompt, Response
-from cct.training.agent import Agent
-from cct.training.building import build
 from cct.training.callbacks import samples_of
 from cct.training.judge import judge
 from cct.training.minibatches import CriticBatch, PolicyBatch
 from cct.training.run import resume
-from cct.training.stopped import TrainingStopped
 from cct.transport import explained_variance, gated_gae, group_advantage, transports, whiten
 
 NAN, INF = float("nan"), float("inf")

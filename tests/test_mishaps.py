@@ -19,23 +19,23 @@ from rich.console import Console
 from test_cli import cct_process, python
 from test_training import RECIPES, TINY, TINY_CHAIN, assert_same_tensors, final_state, run, tiny
 
+from cct.agent.building import build
+from cct.agent.export import export
+from cct.agent.warm_start import warm_start
 from cct.cli import main
+from cct.errors import TrainingStopped
 from cct.evidence import Evidence, close_workers, plain
 from cct.evidence.python import PythonFunction
 from cct.loading import dump_recipe, load_recipe
 from cct.preflight import preflight
 from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response
+from cct.run_folder import RunFolder, read_lines
 from cct.task.chain_arithmetic import ChainArithmetic
 from cct.tools.plan import plan
-from cct.training.building import build
-from cct.training.export import export
-from cct.training.folder import checkpoints, read_lines, read_metrics
 from cct.training.judge import judge
 from cct.training.processes import strategy_of
 from cct.training.run import resume, start
-from cct.training.stopped import TrainingStopped
-from cct.training.warm_start import warm_start
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -198,7 +198,7 @@ def test_a_resumed_run_that_cannot_begin_leaves_the_folder_as_it_was(broken, tmp
 def test_a_last_line_that_is_not_whole_is_left_out(end, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 0}\n{"iteration": 1}\n' + end)
-    assert read_lines(path) == [{"iteration": 0}, {"iteration": 1}] == read_metrics(tmp_path)
+    assert read_lines(path) == [{"iteration": 0}, {"iteration": 1}] == RunFolder(tmp_path).metrics
 
 
 def test_a_line_in_the_middle_that_is_not_whole_is_named_and_no_run_goes_on_over_it(tmp_path):
@@ -216,20 +216,20 @@ def test_a_checkpoint_that_cannot_be_read_is_skipped_and_its_iterations_made_aga
     whole = run(tiny("grpo", *sets), tmp_path / "whole")
     cut = run(tiny("grpo", *sets, "training.keep_checkpoints=3"), tmp_path / "cut")
     shutil.rmtree(cut / "policy")
-    for path in checkpoints(cut)[1:]:
+    for path in RunFolder(cut).checkpoints[1:]:
         path.write_bytes(path.read_bytes()[:-100])
     console = quiet_console()
     resume(cut, None, ["training.keep_checkpoints=1"], console=console)
     said = told(console)
     assert said.index("000004.ckpt: skipped, it cannot be read (") < said.index("000003.ckpt: skipped")
     assert_same_tensors(final_state(whole)["state_dict"], final_state(cut)["state_dict"])
-    assert [path.name for path in checkpoints(cut)] == ["000004.ckpt"]
-    assert [event["iteration"] for event in read_metrics(cut)] == [0, 1, 2, 3, 4]
+    assert [path.name for path in RunFolder(cut).checkpoints] == ["000004.ckpt"]
+    assert [event["iteration"] for event in RunFolder(cut).metrics] == [0, 1, 2, 3, 4]
 
 
 def test_without_a_checkpoint_that_can_be_read_nothing_is_touched(tmp_path):
     folder = run(tiny("grpo", "training.checkpoint_every=1"), tmp_path)
-    for path in checkpoints(folder):
+    for path in RunFolder(folder).checkpoints:
         path.write_bytes(b"")
     before = content(folder)
     with pytest.raises(RecipeError, match="no checkpoint can be read") as caught:
@@ -293,7 +293,7 @@ def test_an_interrupted_run_says_how_to_go_on(broken, interrupts, tmp_path, caps
     output, errors = capsys.readouterr()
     folder = tmp_path / "runs" / "grpo" / "001"
     assert errors == "interrupted\n" and f"stopped early; go on with: cct run --resume {folder}" in output
-    assert [path.name for path in checkpoints(folder)] == ["000001.ckpt"]
+    assert [path.name for path in RunFolder(folder).checkpoints] == ["000001.ckpt"]
 
 
 # --- evidence ---------------------------------------------------------------------------------
@@ -575,7 +575,7 @@ def test_an_export_says_one_line(finished, tmp_path):
     done = cct_process("export", str(finished), str(tmp_path / "out"))
     assert done.returncode == 0 and done.stderr == ""
     said = [line for line in done.stdout.splitlines() if "real_accelerator" not in line]  # DeepSpeed's own, on a CPU
-    assert said == [f"wrote {tmp_path / 'out'} from {checkpoints(finished)[-1]}"]
+    assert said == [f"wrote {tmp_path / 'out'} from {RunFolder(finished).checkpoints[-1]}"]
 
 
 @pytest.mark.parametrize(("recipe", "looks"), [("grpo", False), ("compo", True)])

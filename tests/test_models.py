@@ -17,14 +17,14 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.processors import TemplateProcessing
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
+from cct.agent.building import build
+from cct.agent.warm_start import _supervise, warm_start
+from cct.errors import TrainingStopped
 from cct.loading import load_recipe
 from cct.policy import end_tokens, policies
 from cct.recipe import RecipeError
-from cct.training.building import build
-from cct.training.folder import new_folder
+from cct.run_folder import RunFolder
 from cct.training.run import evaluate_run, train
-from cct.training.stopped import TrainingStopped
-from cct.training.warm_start import _supervise, warm_start
 
 CHARACTERS = "0123456789+-=;# abcdefghijklmnopqrstuvwxyz"
 NAMES = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", *CHARACTERS, "ab"]
@@ -341,7 +341,7 @@ def test_a_chat_model_is_trained_and_evaluated(tmp_path, family):
     make_folder(tmp_path / "model", family=family, tokenizer=make_tokenizer(chat_template=TEMPLATE), end=[2, 4])
     policy = f"policy={{use: pretrained, path: {tmp_path / 'model'}, system: count}}"
     recipe = load_recipe("recipes/compo.yaml", [policy, *SMALL_RUN])
-    folder = new_folder(tmp_path, "run")
+    folder = RunFolder.new(tmp_path, "run").path
     train(recipe, folder, console=Console(file=io.StringIO()))
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["iteration"] == 1 and metrics[-1]["actor/gradient_norm"] > 0 and metrics[-1]["critic/loss"] > 0
@@ -351,7 +351,7 @@ def test_a_chat_model_is_trained_and_evaluated(tmp_path, family):
 def test_a_run_from_gguf_is_evaluated_from_its_export(gguf_folder, tmp_path):
     policy = f"policy={{use: pretrained, path: {gguf_folder[0]}, gguf_file: tiny.gguf}}"
     recipe = load_recipe("recipes/grpo.yaml", [policy, *SMALL_RUN, "training.critic_warmup=0"])
-    folder = new_folder(tmp_path, "run")
+    folder = RunFolder.new(tmp_path, "run").path
     train(recipe, folder, console=Console(file=io.StringIO()))
     assert evaluate_run(folder).keys() >= {"eval/accuracy"}
 

@@ -10,8 +10,8 @@ import torch
 from test_training import RECIPES, TINY, TINY_CRITIC, run, tiny
 from transformers import AutoModelForCausalLM
 
-from cct.training.export import export
-from cct.training.folder import checkpoints, read_metrics
+from cct.agent.export import export
+from cct.run_folder import RunFolder
 
 needs_deepspeed = [
     pytest.mark.deepspeed,
@@ -58,7 +58,7 @@ def two_processes(root, *sets, recipe="compo"):
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    return read_metrics(run(tiny("compo", *SMALL), tmp_path_factory.mktemp("one")))
+    return RunFolder(run(tiny("compo", *SMALL), tmp_path_factory.mktemp("one"))).metrics
 
 
 def assert_same_numbers(events, others, tolerance=1e-4):
@@ -73,27 +73,27 @@ def assert_same_numbers(events, others, tolerance=1e-4):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_processes_give_the_numbers_of_one_resume_and_export(strategy, one_process, tmp_path):
     folder = two_processes(tmp_path, f"training.strategy={strategy}")
-    assert_same_numbers(read_metrics(folder), one_process)
+    assert_same_numbers(RunFolder(folder).metrics, one_process)
     export(folder, tmp_path / "exported")
     exported, final = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "exported", folder / "policy"))
     for (name, weight), (_, other) in zip(exported.named_parameters(), final.named_parameters(), strict=True):
         torch.testing.assert_close(weight, other, rtol=0, atol=1e-7, msg=name)
-    assert [path.stem for path in checkpoints(folder)] == ["000001", "000002"]
+    assert [path.stem for path in RunFolder(folder).checkpoints] == ["000001", "000002"]
     cct("run", "--resume", str(folder), "--set", "training.iterations=3")
-    assert [e["iteration"] for e in read_metrics(folder)] == [0, 0, 1, 2, 3]
+    assert [e["iteration"] for e in RunFolder(folder).metrics] == [0, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_accumulated_gradients_are_those_of_the_whole_minibatch(strategy, one_process, tmp_path):
     split = "micro_batch_size=2" if strategy in ("ddp", "deepspeed_1") else "micro_batch_tokens=32"
     sets = [f"training.strategy={strategy}", f"training.{split}", "training.logits_at_once=5"]
-    assert_same_numbers(read_metrics(two_processes(tmp_path, *sets)), one_process)
+    assert_same_numbers(RunFolder(two_processes(tmp_path, *sets)).metrics, one_process)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("deepspeed_3", marks=needs_deepspeed)])
 def test_a_process_without_held_out_problems_does_not_hang(strategy, tmp_path):
     folder = two_processes(tmp_path, f"training.strategy={strategy}", "task.held_out_size=1", "training.iterations=1")
-    assert "eval/accuracy" in read_metrics(folder)[-1]
+    assert "eval/accuracy" in RunFolder(folder).metrics[-1]
 
 
 @needs_vllm[0]
@@ -102,7 +102,7 @@ def test_two_processes_share_one_vllm(tmp_path):
     folder = two_processes(
         tmp_path, "generation.use=vllm", "generation.kv_cache_gb=0.1", "generation.tensor_parallel=2", "policy.kv_heads=2"
     )
-    events = [e for e in read_metrics(folder) if e["iteration"] > 0]
+    events = [e for e in RunFolder(folder).metrics if e["iteration"] > 0]
     assert len(events) == 2
     assert all(e["engine/probe_gap"] < 1e-5 and e["engine/logprob_gap_max"] < 1e-4 for e in events)
 
@@ -116,6 +116,6 @@ def test_vllm_beside_split_weights(stage, tmp_path):
         "generation.kv_cache_gb=0.1",
         "training.iterations=3",
     )
-    events = [e for e in read_metrics(folder) if e["iteration"] > 0]
+    events = [e for e in RunFolder(folder).metrics if e["iteration"] > 0]
     assert len(events) == 3
     assert all(e["engine/probe_gap"] < 1e-5 and e["engine/logprob_gap_max"] < 1e-4 for e in events)

@@ -11,16 +11,17 @@ from held import Held
 from rich.console import Console
 from test_training import tiny
 
-from cct.training.building import build
-from cct.training.folder import new_folder
-from cct.training.profile import measured_peak, update_flops
+from cct.agent.building import build
+from cct.run_folder import RunFolder
+from cct.tools.profile import Profile, measured_peak, update_flops
 from cct.training.run import train
 
 
 def test_the_profile_names_each_stage_and_writes_a_trace(tmp_path):
     output, recipe = io.StringIO(), tiny("compo", "training.iterations=3")
-    folder = new_folder(tmp_path, "profiled")
-    train(recipe, folder, console=Console(file=output, width=120), profile=True)
+    folder = RunFolder.new(tmp_path, "profiled").path
+    console = Console(file=output, width=120)
+    train(recipe, folder, console=console, callbacks=[Profile(console)])
     text = output.getvalue()
     rows = {
         name: (float(seconds), float(share)) for name, seconds, share in re.findall(r"│ (\w+) +│ +([\d.]+) │ +([\d.]+)%", text)

@@ -14,18 +14,18 @@ from test_models import NAMES, SMALL_RUN, make_folder, make_tokenizer
 from test_training import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
 
+from cct.agent.building import build
+from cct.agent.export import export, rehearse
 from cct.cli import main
+from cct.errors import TrainingStopped
 from cct.loading import load_recipe
 from cct.policy import end_tokens, policies
 from cct.policy.base import encode_prompt
 from cct.policy.builtin import Transformers
 from cct.policy.weights import named_weights, save
 from cct.recipe import RecipeError
-from cct.training.building import build
-from cct.training.export import export, rehearse
-from cct.training.folder import new_folder, read_metrics
+from cct.run_folder import RunFolder
 from cct.training.run import start, train
-from cct.training.stopped import TrainingStopped
 
 PROMPTS = ["1+2=", "what is 3-1?", "7"] * 2
 
@@ -198,9 +198,9 @@ def test_a_run_whose_folder_asks_for_penalties_has_no_gap_and_is_exported(tmp_pa
         "recipes/grpo.yaml",
         [f"policy={{use: pretrained, path: {tmp_path / 'model'}}}", *SMALL_RUN[:-1], "training.minibatch_size=4"],
     )
-    folder = new_folder(tmp_path, "run")
+    folder = RunFolder.new(tmp_path, "run").path
     train(recipe, folder, console=Console(file=io.StringIO()))
-    assert read_metrics(folder)[-1]["engine/logprob_gap_max"] < 1e-5
+    assert RunFolder(folder).metrics[-1]["engine/logprob_gap_max"] < 1e-5
     ends = [2, 4] if name == "generation_config.json" else 2
     assert exported(folder / "policy") == {"bos_token_id": 1, "eos_token_id": ends, "pad_token_id": 0}
 
@@ -554,9 +554,9 @@ def test_a_multimodal_model_reads_text(tmp_path):
     assert end_tokens(actor, tokenizer) == (2, 4)
     policy = f"policy={{use: pretrained, path: {tmp_path / 'model'}}}"
     recipe = load_recipe("recipes/compo.yaml", [policy, *SMALL_RUN, "training.minibatch_size=4"])
-    folder = new_folder(tmp_path, "run")
+    folder = RunFolder.new(tmp_path, "run").path
     train(recipe, folder, console=Console(file=io.StringIO()))
-    assert read_metrics(folder)[-1]["actor/gradient_norm"] > 0
+    assert RunFolder(folder).metrics[-1]["actor/gradient_norm"] > 0
 
 
 def test_a_tokenizer_that_pads_on_the_right(tmp_path):

@@ -14,8 +14,8 @@ from test_training import collected, run, tiny
 
 from cct.cli import main
 from cct.recipe import Logging, RecipeError
+from cct.run_folder import RunFolder
 from cct.tools.replay import Sums, compare
-from cct.training.rollouts import drop_after, load, store, stored
 from cct.training.run import resume
 
 
@@ -28,14 +28,14 @@ def finished(tmp_path_factory):
 # --- storing --------------------------------------------------------------------------------------
 def test_a_run_stores_what_its_transport_saw(finished):
     recipe = tiny()
-    assert list(stored(finished)) == [0, 1, 2]
+    assert list(RunFolder(finished).rollouts) == [0, 1, 2]
     _, iteration = collected(recipe.model_copy(update={"training": recipe.training.model_copy(update={"critic_warmup": 0})}))
-    assert load(stored(finished)[1]).input_ids.dtype == iteration.rollout.input_ids.dtype
-    for path in stored(finished).values():
-        rollout = load(path)
+    assert RunFolder(finished).rollout(1).input_ids.dtype == iteration.rollout.input_ids.dtype
+    for number in RunFolder(finished).rollouts:
+        rollout = RunFolder(finished).rollout(number)
         credit = recipe.transport(rollout)
         assert credit.advantages.shape == rollout.mask.shape and credit.advantages[rollout.mask].isfinite().all()
-    assert load(stored(finished)[2]).moments.keys() == recipe.transport.statistics.keys()
+    assert RunFolder(finished).rollout(2).moments.keys() == recipe.transport.statistics.keys()
 
 
 def test_a_rollout_comes_back_whole(tmp_path):
@@ -50,8 +50,8 @@ def test_a_rollout_comes_back_whole(tmp_path):
         versions=torch.randint(-1, 9, (6, 9)),
         components={"exact_match": torch.rand(6, 9), "environment/hint": torch.rand(6, 9)},
     )
-    store(rollout, tmp_path, -1, Logging())
-    back = load(stored(tmp_path)[-1])
+    RunFolder(tmp_path).store(rollout, -1, Logging())
+    back = RunFolder(tmp_path).rollout(-1)
     for field in fields(rollout):
         before, after = getattr(rollout, field.name), getattr(back, field.name)
         if isinstance(before, torch.Tensor):
@@ -63,45 +63,44 @@ def test_a_rollout_comes_back_whole(tmp_path):
 
 
 def test_without_a_critic_nothing_is_made_up(tmp_path):
-    store(make_rollout(values=None, bootstrap=None), tmp_path, 1, Logging())
-    assert load(stored(tmp_path)[1]).values is None and load(stored(tmp_path)[1]).bootstrap is None
+    RunFolder(tmp_path).store(make_rollout(values=None, bootstrap=None), 1, Logging())
+    assert RunFolder(tmp_path).rollout(1).values is None and RunFolder(tmp_path).rollout(1).bootstrap is None
 
 
 def test_never_always_and_the_limit(tmp_path):
     rollout = make_rollout()
     kilobyte = {"rollouts_mb": 0.005}
     for number in (1, 2, 3, 4):
-        store(rollout, tmp_path / "never", number, Logging(rollouts="never"))
-        store(rollout, tmp_path, number, Logging(**kilobyte))
+        RunFolder(tmp_path / "never").store(rollout, number, Logging(rollouts="never"))
+        RunFolder(tmp_path).store(rollout, number, Logging(**kilobyte))
     assert not (tmp_path / "never").exists()
-    kept = list(stored(tmp_path))
+    kept = list(RunFolder(tmp_path).rollouts)
     assert kept == list(range(1, len(kept) + 1)) and 1 <= len(kept) < 4
-    assert sum(path.stat().st_size for path in stored(tmp_path).values()) <= 7000
-    store(rollout, tmp_path, 5, Logging(**kilobyte).model_copy(update={"rollouts": "always"}))
-    assert list(stored(tmp_path)) == [*kept, 5]
-    drop_after(tmp_path, kept[-1])  # what was left out is made again, and may be kept under another limit
-    store(rollout, tmp_path, kept[-1] + 1, Logging())
-    assert list(stored(tmp_path)) == [*kept, kept[-1] + 1]
+    assert sum(path.stat().st_size for path in RunFolder(tmp_path).rollouts.values()) <= 7000
+    RunFolder(tmp_path).store(rollout, 5, Logging(**kilobyte).model_copy(update={"rollouts": "always"}))
+    assert list(RunFolder(tmp_path).rollouts) == [*kept, 5]
+    RunFolder(tmp_path).drop_after(kept[-1])  # what was left out is made again, and may be kept under another limit
+    RunFolder(tmp_path).store(rollout, kept[-1] + 1, Logging())
+    assert list(RunFolder(tmp_path).rollouts) == [*kept, kept[-1] + 1]
 
 
 def test_resuming_drops_rollouts_after_the_checkpoint_and_makes_the_same_again(finished, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
     resume(folder, None, ["training.iterations=3"], console=Console(file=io.StringIO()))
-    first = stored(folder)[3].read_bytes()
+    before = RunFolder(folder).rollout(3)
     (folder / "checkpoints" / "000003.ckpt").unlink()  # as if it had ended before
     resume(folder, None, [], console=Console(file=io.StringIO()))
-    assert list(stored(folder)) == [0, 1, 2, 3]
-    again, before = load(stored(folder)[3]), tmp_path / "before.safetensors"
-    before.write_bytes(first)
-    assert torch.equal(again.input_ids, load(before).input_ids) and torch.equal(again.values, load(before).values)
+    assert list(RunFolder(folder).rollouts) == [0, 1, 2, 3]
+    again = RunFolder(folder).rollout(3)
+    assert torch.equal(again.input_ids, before.input_ids) and torch.equal(again.values, before.values)
 
 
 def test_a_file_that_is_none_is_said(tmp_path):
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "1.safetensors").write_text("no")
     with pytest.raises(RecipeError, match="cannot be read"):
-        load(stored(tmp_path)[1])
+        RunFolder(tmp_path).rollout(1)
 
 
 # --- comparing ------------------------------------------------------------------------------------

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from test_training import run, tiny
 
 from cct.cli import main
+from cct.run_folder import read_lines
 from cct.tools.report.page import Table
-from cct.tools.report.read import ReportError, read_lines, read_run
+from cct.tools.report.read import ReportError, read_run
 from cct.tools.report.runs import precise
 from cct.tools.report.svg import Interval, Series, _apart, forest, heat_map, lines, number, slopes, stacked, ticks
 from cct.tools.report.tokens import Pane, token_view

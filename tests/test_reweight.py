@@ -8,7 +8,7 @@ from conftest import eager_twin, make_mask, make_rollout, padded, tiny_model
 from pydantic import ValidationError
 from torch.testing import assert_close
 
-from cct.training.agent import Agent
+from cct.agent.agent import Agent
 from cct.transport import transports
 from cct.transport.functional import largest_share, redistribute
 from cct.transport.reweight import Anchor, OutcomeAttention, Preplan

@@ -15,24 +15,24 @@ from held import Held
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from cct.agent.building import build
+from cct.agent.export import export
+from cct.agent.warm_start import warm_start
 from cct.cli import main
+from cct.errors import TrainingStopped
 from cct.evidence import Evidence, close_workers
 from cct.evidence.exact_match import ExactMatch
 from cct.evidence.python import PythonFunction
 from cct.loading import dump_recipe, load_recipe
 from cct.recipe import RecipeError
 from cct.rollout import Prompt, Response, derive_seed
+from cct.run_folder import RunFolder
 from cct.system.files import WriteError
-from cct.training.building import build
-from cct.training.export import export
-from cct.training.folder import checkpoints, new_folder, read_metrics
 from cct.training.judge import judge
 from cct.training.minibatches import CriticBatch, PolicyBatch
 from cct.training.processes import Ranks
 from cct.training.run import evaluate_run, resume, start, train
 from cct.training.sampler import Sampler
-from cct.training.stopped import TrainingStopped
-from cct.training.warm_start import warm_start
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TINY = [
@@ -61,13 +61,13 @@ def tiny(recipe="compo", *sets):
 
 
 def run(recipe, root, **options):
-    folder = new_folder(root, recipe.name)
+    folder = RunFolder.new(root, recipe.name).path
     train(recipe, folder, console=Console(file=io.StringIO()), **options)
     return folder
 
 
 def final_state(folder):
-    return torch.load(checkpoints(folder)[-1], weights_only=False)
+    return torch.load(RunFolder(folder).checkpoints[-1], weights_only=False)
 
 
 def assert_same_tensors(a, b, path=""):
@@ -92,7 +92,7 @@ SCRATCH = sorted(path.stem for path in RECIPES.glob("*.yaml") if load_recipe(pat
 @pytest.mark.parametrize("name", SCRATCH)  # the others need weights from elsewhere; tests/test_recipe.py validates them too
 def test_every_shipped_recipe_trains_two_iterations(name, tmp_path):
     folder = run(tiny(name), tmp_path)
-    events = read_metrics(folder)
+    events = RunFolder(folder).metrics
     assert [e["iteration"] for e in events if e["iteration"] > 0] == [1, 2]
     assert events[0].keys() >= {"eval/accuracy"} and events[-1].keys() >= {
         "train/reward",
@@ -174,7 +174,7 @@ def test_a_greedy_response_that_could_not_be_judged_is_no_baseline(tmp_path):
 
 
 def test_remax_trains_two_iterations_and_says_what_it_cost(tmp_path):
-    events = [e for e in read_metrics(run(scattered(tmp_path), tmp_path)) if e["iteration"] > 0]
+    events = [e for e in RunFolder(run(scattered(tmp_path), tmp_path)).metrics if e["iteration"] > 0]
     assert len(events) == 2 and all(0 <= e["train/greedy_reward"] <= 1 and e["time/greedy"] > 0 for e in events)
     assert all(e["actor/gradient_norm"] > 0 for e in events)
 
@@ -193,7 +193,11 @@ def test_a_run_folder_holds_what_the_docs_say_and_a_second_run_takes_another(tmp
         assert (first / name).is_file(), name
     samples = [json.loads(line) for line in (first / "samples.jsonl").read_text().splitlines()]
     assert samples[0].keys() == {"iteration", "prompt", "response", "reward", "advantage", "finished"}
-    strip = lambda folder: [{k: v for k, v in e.items() if "time" not in k and "second" not in k} for e in read_metrics(folder)]  # noqa: E731
+
+    def strip(folder):
+        events = RunFolder(folder).metrics
+        return [{k: v for k, v in e.items() if "time" not in k and "second" not in k} for e in events]
+
     assert strip(first) == strip(second)  # one seed, one result
 
 
@@ -201,10 +205,10 @@ def test_a_checkpoint_of_a_version_without_lessons_is_gone_on_with(tmp_path):
     folder = run(tiny("compo", "training.iterations=2"), tmp_path)
     saved = final_state(folder)
     assert saved["RolloutData"].pop("lessons") == []
-    torch.save(saved, checkpoints(folder)[-1])
+    torch.save(saved, RunFolder(folder).checkpoints[-1])
     (folder / "SHA256SUMS").unlink()
     resume(folder, None, ["training.iterations=3"], console=Console(file=io.StringIO()))
-    assert read_metrics(folder)[-1]["iteration"] == 3
+    assert RunFolder(folder).metrics[-1]["iteration"] == 3
 
 
 def test_the_exported_policy_is_the_trained_one_and_needs_no_cct(tmp_path):
@@ -216,22 +220,22 @@ def test_the_exported_policy_is_the_trained_one_and_needs_no_cct(tmp_path):
         assert torch.equal(weight, trained[f"agent.actor.{name}"]), name
     tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
     assert tokenizer.decode(tokenizer("3+5-7=")["input_ids"]) == "3+5-7="
-    assert evaluate_run(folder)["eval/accuracy"] == read_metrics(folder)[-1]["eval/accuracy"]
+    assert evaluate_run(folder)["eval/accuracy"] == RunFolder(folder).metrics[-1]["eval/accuracy"]
 
 
 @pytest.mark.parametrize("knobs", ["compo", "gae", "grpo", "compo training.critic_window=3"])
 def test_resuming_gives_the_same_bits_as_an_uninterrupted_run(knobs, tmp_path):
     whole = run(tiny(*knobs.split(), "training.iterations=4", "training.checkpoint_every=2"), tmp_path)
     cut = Path(shutil.copytree(whole, tmp_path / "cut"))
-    checkpoints(cut)[-1].unlink()  # as if the run had been killed after iteration 2
+    RunFolder(cut).checkpoints[-1].unlink()  # as if the run had been killed after iteration 2
     resume(cut, None, [], console=Console(file=io.StringIO()))
     a, b = final_state(whole), final_state(cut)
     assert_same_tensors(a["state_dict"], b["state_dict"])
     assert_same_tensors(a["optimizer_states"], b["optimizer_states"])
     assert any(state["step"] > 0 for state in a["optimizer_states"][0]["state"].values())
-    assert [e["iteration"] for e in read_metrics(cut)] == [e["iteration"] for e in read_metrics(whole)]
+    assert [e["iteration"] for e in RunFolder(cut).metrics] == [e["iteration"] for e in RunFolder(whole).metrics]
     for key in ("train/reward", "policy/loss"):
-        assert [e[key] for e in read_metrics(cut) if key in e] == [e[key] for e in read_metrics(whole) if key in e]
+        assert [e[key] for e in RunFolder(cut).metrics if key in e] == [e[key] for e in RunFolder(whole).metrics if key in e]
 
 
 def test_a_complete_run_can_be_extended(tmp_path):
@@ -246,7 +250,7 @@ def test_resuming_drops_events_after_the_checkpoint_and_makes_them_again(tmp_pat
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"iteration": 3, "train/reward": -1.0}) + "\n")
     resume(folder, None, ["training.iterations=3"], console=Console(file=io.StringIO()))
-    events = [e for e in read_metrics(folder) if e["iteration"] == 3]
+    events = [e for e in RunFolder(folder).metrics if e["iteration"] == 3]
     assert len(events) == 1 and events[0]["train/reward"] >= 0
 
 
@@ -256,9 +260,9 @@ def test_resuming_drops_lines_that_were_cut_and_checkpoints_that_were_not_finish
         with (folder / name).open("a") as file:
             file.write('{"iteration": 3, "prom')
     (folder / "checkpoints" / ".000003.ckpt.0123abcd.tmp").write_bytes(b"cut")
-    assert [e["iteration"] for e in read_metrics(folder)] == [0, 1, 2]
+    assert [e["iteration"] for e in RunFolder(folder).metrics] == [0, 1, 2]
     resume(folder, None, ["training.iterations=3"], console=Console(file=io.StringIO()))
-    assert [e["iteration"] for e in read_metrics(folder)] == [0, 1, 2, 3]
+    assert [e["iteration"] for e in RunFolder(folder).metrics] == [0, 1, 2, 3]
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert {sample["iteration"] for sample in samples} == {1, 2, 3}
     assert [path.name for path in folder.rglob(".*")] == [".lock"]  # nothing unfinished is left
@@ -308,12 +312,12 @@ def test_a_single_step_on_policy_needs_no_forward_before_it(tmp_path):
         *(final_state(folder)["state_dict"].items() for folder in (without, before)), strict=True
     ):
         torch.testing.assert_close(weight, other, rtol=0, atol=1e-6, msg=name)
-    for short, long in zip(read_metrics(without)[1:], read_metrics(before)[1:], strict=True):
+    for short, long in zip(RunFolder(without).metrics[1:], RunFolder(before).metrics[1:], strict=True):
         assert "time/behaviour" not in short and long["time/behaviour"] > 0
         assert short["policy/entropy"] == pytest.approx(long["train/entropy"], rel=1e-5)
         assert short["policy/ratio"] == pytest.approx(1, abs=1e-6) and short["policy/clip_fraction"] == 0
-    two_steps = read_metrics(run(tiny("grpo", "training.minibatch_size=8"), tmp_path))[-1]
-    corrected = read_metrics(run(tiny("grpo", *one_step, "geometry.correction=truncate"), tmp_path))[-1]
+    two_steps = RunFolder(run(tiny("grpo", "training.minibatch_size=8"), tmp_path)).metrics[-1]
+    corrected = RunFolder(run(tiny("grpo", *one_step, "geometry.correction=truncate"), tmp_path)).metrics[-1]
     assert "time/behaviour" in two_steps and "time/behaviour" in corrected
 
 
@@ -324,11 +328,11 @@ def test_a_ratio_to_the_engine_needs_no_forward_before_the_update(tmp_path):
         *(final_state(folder)["state_dict"].items() for folder in (to_trainer, to_engine)), strict=True
     ):
         torch.testing.assert_close(weight, other, rtol=0, atol=1e-6, msg=name)  # the engine is the policy itself
-    short, long = read_metrics(to_engine)[-1], read_metrics(to_trainer)[-1]
+    short, long = RunFolder(to_engine).metrics[-1], RunFolder(to_trainer).metrics[-1]
     assert "time/behaviour" not in short and "train/entropy" not in short
     assert short["policy/entropy"] == pytest.approx(long["train/entropy"], rel=0.1)  # along the update, not before it
     with_critic = run(tiny("compo", "geometry.ratio_to=engine"), tmp_path)
-    assert "time/behaviour" in read_metrics(with_critic)[-1]
+    assert "time/behaviour" in RunFolder(with_critic).metrics[-1]
 
 
 def collected(recipe):
@@ -469,7 +473,7 @@ def test_nan_stops_the_run_naming_component_and_iteration_and_keeps_the_checkpoi
     recipe = tiny("grpo", sets, f"transport={name}_nan", "training.checkpoint_every=1")
     with pytest.raises(TrainingStopped, match=rf"transport '{name}_nan' \(advantages\) in iteration 2"):
         run(recipe, tmp_path)
-    assert [path.stem for path in checkpoints(tmp_path / "grpo" / "001")] == ["000001"]
+    assert [path.stem for path in RunFolder(tmp_path / "grpo" / "001").checkpoints] == ["000001"]
 
 
 def test_a_nan_gradient_stops_the_run(tmp_path):
@@ -537,10 +541,10 @@ def test_workers_judge_a_run_and_end_with_it(hangs, plugin, tmp_path):
     )
     folder = run(tiny("grpo", sets, evidence, "generation.max_new_tokens=5"), tmp_path)
     assert not multiprocessing.active_children()
-    events = [e for e in read_metrics(folder) if "train/reward" in e]
+    events = [e for e in RunFolder(folder).metrics if "train/reward" in e]
     assert all(e["train/reward"] >= 0.5 for e in events) and "evidence/timeouts/python" not in events[0]
     assert any(e[f"evidence/errors/{name}_odd"] > 0 for e in events)
-    evaluated = read_metrics(folder)[0]
+    evaluated = RunFolder(folder).metrics[0]
     assert evaluated["eval/accuracy"] == 0.5 and 0.5 <= evaluated["eval/reward"] <= 0.5 * (1 + 5)
 
 
@@ -550,13 +554,13 @@ def test_frozen_sets_are_read_by_eval_alone_and_averaged(tmp_path, capsys):
         "grpo", f"evaluation.frozen={{one: {one}, four: {four}}}", "evidence=[{use: length, max_tokens: 12, buffer: 10}]"
     )
     folder = run(recipe, tmp_path)
-    assert not [name for event in read_metrics(folder) for name in event if name.startswith("frozen")]
+    assert not [name for event in RunFolder(folder).metrics for name in event if name.startswith("frozen")]
     found = evaluate_run(folder)
     assert found["frozen/accuracy"] == (found["frozen/one/accuracy"] + found["frozen/four/accuracy"]) / 2
     for name in ("one", "four"):  # greedy, up to 8 tokens of which 2 are free
         assert found[f"frozen/{name}/accuracy"] == found[f"frozen/{name}/reward"] < 0
         assert found[f"frozen/{name}/accuracy"] == pytest.approx((2 - found[f"frozen/{name}/length"]) / 10)
-    assert found["eval/accuracy"] == read_metrics(folder)[-1]["eval/accuracy"]
+    assert found["eval/accuracy"] == RunFolder(folder).metrics[-1]["eval/accuracy"]
     assert main(["eval", str(folder)]) == 0
     assert f"frozen/four/accuracy {found['frozen/four/accuracy']:.4f}" in " ".join(capsys.readouterr().out.split())
 
@@ -568,7 +572,7 @@ def test_samples_are_evaluated_by_pass_at_k(tmp_path, capsys):
     folder = run(tiny("grpo", "training.iterations=1", one, odd), tmp_path)
     assert main(["eval", str(folder), "--samples", "6", "--ks", "1,2,6", "--json", str(tmp_path / "eval.json")]) == 0
     found = json.loads((tmp_path / "eval.json").read_text())
-    assert found["eval/accuracy"] == read_metrics(folder)[-1]["eval/accuracy"]  # the greedy one, as without samples
+    assert found["eval/accuracy"] == RunFolder(folder).metrics[-1]["eval/accuracy"]  # the greedy one, as without samples
     for name in ("eval", "frozen/one"):  # an untrained policy is right half of the time, whatever the problem
         assert found[f"{name}/avg@6"] == pytest.approx(found[f"{name}/pass@1"])
         assert 0.2 < found[f"{name}/pass@1"] < found[f"{name}/pass@2"] < found[f"{name}/pass@6"] <= 1
@@ -592,7 +596,7 @@ def test_dropped_responses_are_counted_and_do_not_train(plugin, tmp_path):
     folder = run(
         tiny("compo", sets, f"evidence=[{{use: {name}_odd, on_error: drop}}]", "generation.max_new_tokens=5"), tmp_path
     )
-    events = [e for e in read_metrics(folder) if "train/dropped" in e]
+    events = [e for e in RunFolder(folder).metrics if "train/dropped" in e]
     assert any(0 < e["train/dropped"] < 1 for e in events)
     assert all(e[f"evidence/errors/{name}_odd"] == round(16 * e["train/dropped"]) for e in events if e["train/dropped"])
 
@@ -616,7 +620,7 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(tmp_path):
         ),
         tmp_path,
     )
-    kl = [e["policy/reference_kl"] for e in read_metrics(folder) if "policy/reference_kl" in e]
+    kl = [e["policy/reference_kl"] for e in RunFolder(folder).metrics if "policy/reference_kl" in e]
     assert kl[-1] > kl[0] >= 0
 
 
@@ -690,7 +694,7 @@ def test_in_bfloat16_the_ratio_starts_at_one_too_and_the_weights_stay_float32(tm
             logprobs = agent(batch.input_ids, batch.attention_mask, batch.mask.shape[1]).logprobs
             torch.testing.assert_close(logprobs, batch.logprobs, rtol=0, atol=1e-5)
     folder = run(recipe, tmp_path)
-    assert read_metrics(folder)[-1]["engine/logprob_gap"] < 0.05
+    assert RunFolder(folder).metrics[-1]["engine/logprob_gap"] < 0.05
     assert all(w.dtype == torch.float32 for w in final_state(folder)["state_dict"].values())
 
 
@@ -749,9 +753,9 @@ def test_a_truncated_distribution_needs_a_correction_which_is_logged(tmp_path):
     with pytest.raises(RecipeError, match=r"generation: top_p \(0.5\).*geometry.correction"):
         tiny("grpo", "generation.top_p=0.5")
     folder = run(tiny("grpo", "generation.top_p=0.5", "geometry.correction=truncate"), tmp_path)
-    event = read_metrics(folder)[-1]
+    event = RunFolder(folder).metrics[-1]
     assert 0 < event["correction/raw"] < 1 and event["correction/used"] == event["correction/raw"]
-    masked = read_metrics(run(tiny("grpo", "generation.top_k=2", "geometry.correction=mask"), tmp_path))[-1]
+    masked = RunFolder(run(tiny("grpo", "generation.top_k=2", "geometry.correction=mask"), tmp_path)).metrics[-1]
     assert masked["correction/used"] < masked["correction/raw"] and masked["correction/changed"] > 0
 
 
@@ -800,7 +804,7 @@ def branching(*sets):
 def test_two_iterations_without_a_critic(transport, tmp_path):
     rewarded = "evidence=[{use: length, max_tokens: 8, buffer: 8}]"  # an untrained policy solves nothing
     folder = run(tiny("grpo", f"transport={transport}", rewarded), tmp_path)
-    metrics = [m for m in read_metrics(folder) if "train/reward" in m]
+    metrics = [m for m in RunFolder(folder).metrics if "train/reward" in m]
     assert len(metrics) == 2 and all(m["advantage/std"] > 0 for m in metrics)
     assert all(("branch/tokens" in m) == ("samples" in transport) == ("time/branch" in m) for m in metrics)
 
@@ -817,7 +821,7 @@ def test_two_iterations_without_a_critic(transport, tmp_path):
 )
 def test_two_iterations_with_a_critic(transport, tmp_path):
     folder = run(tiny("gae_tac", f"transport={transport}"), tmp_path)
-    metrics = [m for m in read_metrics(folder) if "train/reward" in m]
+    metrics = [m for m in RunFolder(folder).metrics if "train/reward" in m]
     assert metrics and all(m["advantage/std"] > 0 and "branch/tokens" not in m for m in metrics)
 
 

@@ -8,12 +8,12 @@ import torch
 from public_folders import write_public
 from test_training import run, tiny
 
+from cct.agent.building import build
 from cct.policy import policies
 from cct.policy.generation import EngineError
 from cct.policy.vllm import VLLM, VLLMEngine
 from cct.policy.weights import add_lora, named_weights
-from cct.training.building import build
-from cct.training.folder import read_metrics
+from cct.run_folder import RunFolder
 
 pytestmark = [
     pytest.mark.vllm,
@@ -171,6 +171,6 @@ def test_sampling_knobs_ends_and_seeds():
 
 def test_comppo_trains_three_iterations(tmp_path):
     folder = run(tiny("compo", *HEADS, "generation.use=vllm", "training.iterations=3", "generation.kv_cache_gb=0.1"), tmp_path)
-    events = [e for e in read_metrics(folder) if e["iteration"] > 0]
+    events = [e for e in RunFolder(folder).metrics if e["iteration"] > 0]
     assert len(events) == 3
     assert all(e["engine/probe_gap"] < 1e-5 and e["engine/logprob_gap_max"] < 1e-4 for e in events)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import re
 import resource
@@ -19,6 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from hashlib import file_digest
 from pathlib import Path
+from typing import Any
 
 SUMS = "SHA256SUMS"
 LOCK = ".lock"
@@ -79,6 +81,15 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file as `whole` does."""
     with whole(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8", newline="")
+
+
+def without_nan(value: Any) -> Any:
+    """What JSON can say: None in place of NaN and infinity."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append(path: Path, text: str) -> None:

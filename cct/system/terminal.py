@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
@@ -58,3 +59,8 @@ def make_console(least: int = 0, **options: Any) -> Console:
 
     made = Plain(markup=False, emoji=False, highlight=False, **options)
     return made if made.is_terminal or made.width >= least else make_console(0, width=least, **options)
+
+
+def leave_stdout() -> None:
+    """What is still to be written there goes nowhere, or Python complains when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

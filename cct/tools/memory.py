@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cct.agent.agent import Agent
 from cct.policy import LoRA
 from cct.policy.attention import tappable
 from cct.recipe import Recipe
-from cct.training.agent import Agent
 
 
 @dataclass(frozen=True)

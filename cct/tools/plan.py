@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cct.audit import LOOK_AHEAD
+from cct.prompts import LOOK_AHEAD
 from cct.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
@@ -141,23 +141,24 @@ def _sharded(recipe: Recipe) -> bool:
     return recipe.training.strategy in ("fsdp", "deepspeed_2", "deepspeed_3")
 
 
-def _phases(
-    recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, *, rows: int, accumulates: bool, problems: Problems
-) -> Iterator[tuple[str, dict[str, int]]]:
-    """Each phase of an iteration with its parts, in bytes; rows: in a forward."""
+def _states_over(recipe: Recipe) -> int:
+    """Processes that the optimizer's states are divided among."""
+    strategy = recipe.training.strategy
+    return recipe.training.processes if strategy == "fsdp" or strategy.startswith("deepspeed") else 1
+
+
+def _standing(recipe: Recipe, foot: Footprint) -> dict[str, int]:
+    """What is held in every phase."""
     training, strategy, processes = recipe.training, recipe.training.strategy, recipe.training.processes
     deepspeed = strategy.startswith("deepspeed")
     of_weights = processes if strategy in ("fsdp", "deepspeed_3") else 1
-    of_gradients = processes if _sharded(recipe) else 1
-    of_states = processes if strategy == "fsdp" or deepspeed else 1
     learning = foot.trained + foot.critic
     weights = (foot.actor + foot.critic) * foot.weight_bytes
     # AdamW's two moments in float32; DeepSpeed keeps a copy of the weights that it updates beside them.
     states = learning * (12 if deepspeed else 8)
-
     standing = {
         "weights": weights // of_weights if training.offload != "parameters" else 0,
-        "optimizer states": states // of_states if training.offload == "none" else 0,
+        "optimizer states": states // _states_over(recipe) if training.offload == "none" else 0,
     }
     if recipe.needs("reference"):
         standing["reference model"] = foot.actor * foot.weight_bytes
@@ -165,6 +166,18 @@ def _phases(
         standing["communication"] = learning * foot.weight_bytes
     elif deepspeed:
         standing["communication"] = min(DEEPSPEED_BUCKETS, 2 * learning) * foot.weight_bytes
+    return standing
+
+
+def _phases(
+    recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, *, rows: int, accumulates: bool, problems: Problems
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Each phase of an iteration with its parts, in bytes; rows: in a forward."""
+    training, strategy, processes = recipe.training, recipe.training.strategy, recipe.training.processes
+    deepspeed = strategy.startswith("deepspeed")
+    of_gradients = processes if _sharded(recipe) else 1
+    learning = foot.trained + foot.critic
+    standing = _standing(recipe, foot)
     gathered = {
         "deepspeed_3": min(DEEPSPEED_GATHERED, foot.actor + foot.critic) * foot.weight_bytes,
         "fsdp": 2 * foot.largest * foot.weight_bytes,
@@ -200,7 +213,7 @@ def _phases(
     yield "policy pass", standing | asleep | within | full | passing(foot.policy_pass, made)
     if gpu is not None and training.offload == "none":
         # The step's own temporaries: PyTorch's grouped AdamW one of the size of the weights, DeepSpeed float32 gradients.
-        step = {"activations": learning * 4 // of_states}
+        step = {"activations": learning * 4 // _states_over(recipe)}
         yield "step", standing | asleep | full | step
 
 

@@ -14,14 +14,12 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from cct.loading import read_part
+from cct.loading import read_transports
 from cct.recipe import Recipe, RecipeError
-from cct.registry import PluginError, load_plugin
 from cct.rollout import Credit, Rollout
+from cct.run_folder import RunFolder
 from cct.system.files import write_text
 from cct.system.terminal import make_console
-from cct.training.folder import load_run
-from cct.training.rollouts import load, stored
 from cct.transport import Transport, gated_gae
 
 PARTS = 5  # of a response, for where the mass lies
@@ -68,9 +66,8 @@ class Sums:
 class Replay:
     """A run's stored rollouts, and the transports to try on them, the run's own first."""
 
-    folder: Path
+    folder: RunFolder
     recipe: Recipe
-    paths: dict[int, Path]
     transports: dict[str, Transport]
 
     @classmethod
@@ -79,23 +76,14 @@ class Replay:
 
         Raises RecipeError where the run has no rollouts, or a transport is none.
         """
-        recipe, paths = load_run(folder, trust=trust), stored(folder)
-        if not paths:
+        run = RunFolder(folder)
+        recipe = run.load_recipe(trust=trust)
+        if not run.rollouts:
             raise RecipeError(
                 f"{folder}: no rollouts were stored (logging.rollouts is {recipe.logging.rollouts}, rollouts_mb "
                 f"{recipe.logging.rollouts_mb:g}); a run with --set logging.rollouts=always keeps all"
             )
-        for plugin in plugins:
-            try:
-                load_plugin(plugin, Path.cwd())
-            except PluginError as error:
-                raise RecipeError(str(error)) from None
-        transports = {f"{recipe.transport.use} (the run's own)": recipe.transport}
-        for text in written:
-            part = read_part("transport", text)
-            assert isinstance(part, Transport)
-            transports[text.strip()] = part
-        return cls(folder, recipe, paths, transports)
+        return cls(run, recipe, read_transports(recipe, written, plugins))
 
     def credit(self, iteration: int, rollout: Rollout) -> dict[str, Credit]:
         """Of a stored rollout, by transport. Raises RecipeError where it lacks what a transport reads."""
@@ -111,13 +99,14 @@ def compare(
     """
     replay = Replay.of(folder, written, plugins, trust=trust)
     sums = {name: Sums() for name in replay.transports}
-    for number, path in replay.paths.items():
-        rollout = load(path)
+    iterations = list(replay.folder.rollouts)
+    for number in iterations:
+        rollout = replay.folder.rollout(number)
         credits = replay.credit(number, rollout)
         own = next(iter(credits.values())).advantages
         for name, credit in credits.items():
             sums[name].add(own, credit.advantages, rollout.mask)
-    return list(replay.paths), sums
+    return iterations, sums
 
 
 def save_tokens(folder: Path, written: Sequence[str], plugins: Sequence[str] = (), *, trust: bool = False) -> Path:
@@ -129,15 +118,16 @@ def save_tokens(folder: Path, written: Sequence[str], plugins: Sequence[str] = (
     replay = Replay.of(folder, written, plugins, trust=trust)
     recipe = replay.recipe
     tokenizer = recipe.policy.tokenizer(alphabet=recipe.alphabet)
-    numbers = [number for number in replay.paths if number > 0] or list(replay.paths)
+    stored = list(replay.folder.rollouts)
+    numbers = [number for number in stored if number > 0] or stored
     responses = []
     for number in dict.fromkeys((numbers[0], numbers[-1])):
-        rollout = load(replay.paths[number])
+        rollout = replay.folder.rollout(number)
         credits = replay.credit(number, rollout)
         deltas = {name: _deltas(replay.transports[name], rollout, credit) for name, credit in credits.items()}
         for row in _telling(rollout):
             responses.append({"iteration": number} | _response(rollout, credits, deltas, row, tokenizer))
-    path = folder / "tokens.json"
+    path = replay.folder.tokens_file
     write_text(path, json.dumps({"recipe": recipe.name, "responses": responses}, ensure_ascii=False) + "\n")
     return path
 

@@ -1,33 +1,40 @@
-"""What watches a run: the recorder (metrics, evaluation, samples, checkpoints) and the live display."""
+"""What watches a run: the recorder (metrics, samples, checkpoints), the live display, and the recipe's callbacks."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from cct.errors import TrainingStopped
 from cct.loading import dump_recipe
+from cct.metrics import TERMINAL
+from cct.policy.checkpoints import why_unreadable
 from cct.policy.weights import save
-from cct.recipe import Recipe
-from cct.system.files import WriteError, append, forget, kept, remove, write_text, writing
+from cct.recipe import LightningCallback, Recipe, RecipeError
+from cct.registry import RAISED, error_text, run_file
+from cct.run_folder import RunFolder
+from cct.system.files import NO_ROOM, WriteError, append, kept, write_text, writing
 from cct.system.signals import Ending, Interrupted
 
-from .folder import checkpoints, drop_lines_after
 from .loop import Iteration, Loop
 from .processes import Ranks
-from .profile import Profile
-from .rollouts import drop_after, store
 
 
 class JsonLinesLogger(Logger):
@@ -61,19 +68,18 @@ class Recorder(Checkpoint):
     def __init__(
         self,
         recipe: Recipe,
-        folder: Path | None,
+        folder: RunFolder | None,
         tokenizer: PreTrainedTokenizerBase,
         display: Display,
         ending: Ending,
-        profile: Profile | None = None,
         resumed: int | None = None,
     ):
-        self.recipe, self._folder, self.tokenizer, self.display, self.profile = recipe, folder, tokenizer, display, profile
-        self.ending = ending
+        self.recipe, self._folder, self.tokenizer = recipe, folder, tokenizer
+        self.display, self.ending = display, ending
         self.resumed = resumed  # the iteration of the checkpoint, until the resumed run has done one
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> RunFolder:
         assert self._folder is not None
         return self._folder
 
@@ -94,13 +100,11 @@ class Recorder(Checkpoint):
                 self._take_over(self.resumed)
         self.resumed = None
         self._log(trainer, ended.metrics, iteration)
-        if self.profile is not None:
-            self.profile.took(iteration, ended.metrics)
         with self._agreed():
             if trainer.is_global_zero:
                 samples = ({"iteration": iteration, **sample} for sample in samples_of(ended, self.recipe.logging.samples))
-                append(self.folder / "samples.jsonl", "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
-                store(ended.rollout, self.folder, iteration, self.recipe.logging)
+                append(self.folder.samples_file, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
+                self.folder.store(ended.rollout, iteration, self.recipe.logging)
         asked = next((number for number in Ranks.current().gather(self.ending.asked) if number is not None), None)
         last = iteration == training.iterations or trainer.should_stop
         due = iteration % training.checkpoint_every == 0 or asked is not None
@@ -114,22 +118,21 @@ class Recorder(Checkpoint):
 
     def _checkpoint(self, trainer: Trainer, iteration: int) -> None:
         """All processes call; the first one's place is where the parts of DeepSpeed's are put together."""
-        path = self.folder / "checkpoints" / f"{iteration:06d}.ckpt"
+        path = self.folder.checkpoint_file(iteration)
         with self._agreed(), ExitStack() as stack:
-            place = stack.enter_context(kept(self.folder, path)) if trainer.is_global_zero else path
+            place = stack.enter_context(kept(self.folder.path, path)) if trainer.is_global_zero else path
             stack.enter_context(writing(path))
             trainer.save_checkpoint(trainer.strategy.broadcast(place))
             if (refused := getattr(trainer.strategy.checkpoint_io, "refused", None)) is not None:
                 raise refused
-        for old in checkpoints(self.folder)[: -self.recipe.training.keep_checkpoints] if trainer.is_global_zero else []:
-            remove(old)
-            forget(self.folder, old)
+        if trainer.is_global_zero:
+            self.folder.drop(*self.folder.checkpoints[: -self.recipe.training.keep_checkpoints])
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Export while every process still holds its part of the weights."""
         assert isinstance(module, Loop)
         self.display.show(stage="export")
-        with self._agreed(), kept(self.folder, self.folder / "policy") if trainer.is_global_zero else nullcontext() as place:
+        with self._agreed(), kept(self.folder.path, self.folder.policy) if trainer.is_global_zero else nullcontext() as place:
             save(module.agent.actor, self.tokenizer, place)
 
     @contextmanager
@@ -146,15 +149,11 @@ class Recorder(Checkpoint):
 
     def _take_over(self, reached: int) -> None:
         """A resumed run has done its first iteration, so nothing refused it: what came after its checkpoint goes."""
-        write_text(self.folder / "recipe.yaml", dump_recipe(self.recipe))
-        drop_lines_after(self.folder, reached)
-        drop_after(self.folder, reached)
-        for later in [path for path in checkpoints(self.folder) if int(path.stem) > reached]:  # they could not be read
-            remove(later)
-            forget(self.folder, later)
+        write_text(self.folder.recipe_file, dump_recipe(self.recipe))
+        self.folder.drop_after(reached)
 
     def _log(self, trainer: Trainer, metrics: dict[str, float], iteration: int) -> None:
-        with self._agreed(), writing(self.folder / "logs"):
+        with self._agreed(), writing(self.folder.path / "logs"):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=iteration)
                 logger.save()
@@ -212,31 +211,68 @@ class Display:
 
     def iteration(self, iteration: int, metrics: dict[str, float]) -> None:
         self.history.append((iteration, metrics))
-        training = self.recipe.training
-        times = [m["time/iteration"] for _, m in self.history if "time/iteration" in m]
-        self.state = {"stage": self.state["stage"], "iteration": f"{iteration}/{training.iterations}"}
+        iterations = self.recipe.training.iterations
+        newest: dict[str, Any] = {name: value for _, event in self.history for name, value in event.items()}
+        times = [event["time/iteration"] for _, event in self.history if "time/iteration" in event][-5:]
         if times:
-            left = (training.iterations - iteration) * sum(times[-5:]) / len(times[-5:])
-            self.state |= {
-                "tokens/s": f"{metrics['train/tokens_per_second']:,.0f}",
-                "reward": f"{metrics['train/reward']:.3f}",
-                "time left": f"{int(left // 60)}:{int(left % 60):02d}",
-            }
-        if "critic/explained_variance" in metrics:
-            self.state["explained variance"] = f"{metrics['critic/explained_variance']:.3f}"
-        accuracy = next((m["eval/accuracy"] for _, m in reversed(self.history) if "eval/accuracy" in m), None)
-        if accuracy is not None:
-            self.state["held-out accuracy"] = f"{accuracy:.3f}"
+            left = (iterations - iteration) * sum(times) / len(times)
+            newest["time/left"] = f"{int(left // 60)}:{int(left % 60):02d}"
+        self.state = {"stage": self.state["stage"], "iteration": f"{iteration}/{iterations}"}
+        self.state |= {label: format(newest[name], form) for name, (label, form) in TERMINAL.items() if name in newest}
         if not self.live or "eval/accuracy" in metrics:
             kind = "critic warm-up" if iteration <= 0 and times else "iteration"
-            self.say(
-                f"{kind} {'  '.join(f'{k} {v}' for k, v in self.state.items() if k not in ('stage', 'iteration'))}".replace(
-                    kind, f"{kind} {iteration}", 1
-                )
-            )
+            shown = "  ".join(f"{key} {value}" for key, value in self.state.items() if key not in ("stage", "iteration"))
+            self.say(f"{kind} {iteration} {shown}")
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 2))
         states = (Text.assemble((key, "dim"), f" {value}") for key, value in self.state.items())
         table.add_row(Text(self.recipe.name, "bold"), *states)
         return table
+
+
+# --- callbacks of the recipe ------------------------------------------------------------------
+def made(callback: LightningCallback) -> Callback:
+    """The callback that a recipe asks for. Raises RecipeError where there is no such class, or it cannot be made."""
+    where, _, name = callback.use.rpartition(":" if ".py:" in callback.use else ".")
+    try:
+        cls = getattr(run_file(Path(where)) if where.endswith(".py") else import_module(where), name)
+        if not (isinstance(cls, type) and issubclass(cls, Callback)):
+            raise TypeError("it is no class of a lightning.pytorch.Callback")
+        return cls(**callback.arguments)
+    except RAISED as error:
+        raise RecipeError(f"callbacks: {callback.use}: {error_text(error)}") from error
+
+
+@contextmanager
+def named(callbacks: Sequence[tuple[str, Callback]]) -> Iterator[None]:
+    """Raises TrainingStopped with the name of the callback in which something was raised; cct's own errors pass."""
+    try:
+        yield
+    except (TrainingStopped, RecipeError, WriteError):
+        raise
+    except RAISED as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            raise
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            for name, callback in callbacks:
+                if frame.f_locals.get("self") is callback:
+                    raise TrainingStopped(f"callback '{name}': {error_text(error)}") from error
+        if callbacks and isinstance(error, MisconfigurationException):  # one that does not go with how cct sets Lightning up
+            raise TrainingStopped(f"callbacks: {error_text(error)}") from error
+        raise
+
+
+def must_be_plain(callbacks: Sequence[tuple[str, Callback]]) -> None:
+    """Raises TrainingStopped where a callback's state cannot be read back: a checkpoint that holds it would be lost."""
+    for name, callback in callbacks:
+        file = io.BytesIO()
+        try:
+            torch.save(callback.state_dict(), file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except RAISED as error:
+            raise TrainingStopped(
+                f"callback '{name}': its state_dict cannot be read back from a checkpoint, which holds tensors and plain data "
+                f"only: {why_unreadable(error)}"
+            ) from error

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cct.agent.agent import Agent
+from cct.errors import TrainingStopped, attributed_to
 from cct.geometry.functional import kl_estimate
 from cct.handover import check, read_only
 from cct.recipe import Recipe
@@ -25,12 +27,10 @@ from cct.rollout import Credit, Rollout, Trace, derive_seed
 from cct.tensors import as_mask
 from cct.transport.functional import masked_mean_std
 
-from .agent import Agent
 from .minibatches import Plan, forward_plans, or_any, trimmed
 from .processes import Ranks
 from .rows import OBSERVED, Row
 from .sampler import Sampler
-from .stopped import TrainingStopped, attributed_to
 
 # Share of the old running mean and deviation of a statistic kept at each iteration: follows the policy within ~10 iterations.
 MOMENTS_DECAY = 0.9

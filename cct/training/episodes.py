@@ -14,16 +14,16 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cct.environment import Action, Environment, EpisodePool, Observation, Start, Step, opened
+from cct.errors import TrainingStopped
 from cct.evidence import Failure
 from cct.policy.generation import Completion, Engine
 from cct.policy.models import as_messages
+from cct.prompts import positions_of
 from cct.recipe import Recipe
 from cct.rollout import Message, Prompt, Response, Turn, derive_seed
 
 from .judge import Failures
-from .prompts import positions_of
 from .rows import OBSERVED, Sampled, Span
-from .stopped import TrainingStopped
 
 
 @dataclass

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import comb
 
+from cct.errors import TrainingStopped
 from cct.rollout import Prompt, derive_seed
 
 from .judge import Failures, scores, weigh
 from .sampler import Sampler
-from .stopped import TrainingStopped
 
 
 def evaluate(sampler: Sampler, iteration: int | None = None) -> dict[str, float]:

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import Any
 
+from cct.errors import TrainingStopped
 from cct.evidence import Evidence, Failure, Verdict, plain, verdicts
 from cct.rollout import Prompt, Response
-
-from .stopped import TrainingStopped
 
 # From this share of failures on, people are shown a line about it; below it is in the metrics only.
 LARGE_SHARE = 0.1

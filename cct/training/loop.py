@@ -12,10 +12,11 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cct.agent.agent import Agent
+from cct.policy.checkpoints import STATE
 from cct.recipe import Recipe
 from cct.rollout import Credit, Rollout, Trace, derive_seed
 
-from .agent import Agent
 from .credit import Estimator, random_order
 from .evaluation import evaluate
 from .metrics import rollout_metrics
@@ -24,8 +25,6 @@ from .processes import Ranks
 from .rows import Row, episode_metrics
 from .sampler import Sampler
 from .updates import Updates
-
-STATE = "RolloutData"  # of a checkpoint: what the loop remembers beside weights and optimizer
 
 
 @dataclass

@@ -14,16 +14,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cct.agent.agent import Agent
 from cct.critic.functional import prompt_numbers, rank_in_group
+from cct.errors import attributed_to
 from cct.geometry import Geometry
 from cct.geometry.functional import aggregation_weights, correction_weights
 from cct.handover import read_only
 from cct.recipe import Recipe, Training
 from cct.rollout import Credit, Rollout, Trace, derive_seed
 from cct.tensors import as_mask
-
-from .agent import Agent
-from .stopped import attributed_to
 
 Size = tuple[int, int]  # tokens of a response, and of its prompt
 Plan = list[list[list[int]]]  # for each rank, the rows of each of its forwards, minibatch after minibatch

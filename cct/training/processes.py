@@ -15,9 +15,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor, distributed
 
+from cct.policy.checkpoints import tensors_only
 from cct.recipe import Recipe, Training
-
-from .export import tensors_only
 
 
 @dataclass(frozen=True)

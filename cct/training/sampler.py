@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from cct.errors import TrainingStopped, attributed_to
 from cct.policy.generation import Completion, Engine, EngineError
+from cct.prompts import encode, fitting, training_prompts
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response, derive_seed
 
 from .episodes import Episodes, Past
 from .judge import Failures, judge
 from .processes import Ranks
-from .prompts import encode, fitting, training_prompts
 from .rows import Row, Sampled, Span
-from .stopped import TrainingStopped, attributed_to
 
 # The number of a prompt within the iteration (with an environment, of an episode), and the tokens emitted after it.
 State = tuple[int, tuple[int, ...]]

@@ -16,14 +16,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from cct.agent.agent import Agent
+from cct.errors import TrainingStopped, attributed_to
 from cct.handover import read_only
 from cct.recipe import Recipe
 from cct.registry import described
 
-from .agent import Agent
 from .minibatches import Batch, CriticBatch, PolicyBatch
 from .processes import Ranks
-from .stopped import TrainingStopped, attributed_to
 
 FINAL_LEARNING_RATE = 0.1  # share of the actor's learning rate that linear and cosine schedules end with
 

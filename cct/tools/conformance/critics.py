@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cct.agent.agent import Agent
 from cct.critic import Critic
 from cct.policy.base import policies
 from cct.rollout import Rollout
-from cct.training.agent import Agent
 
 from .base import Broken, Malformed, Property, hypothesis
 from .cases import NOISE, Case, noisy, numbers, python, rows_of, same

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cct.agent.agent import Agent
 from cct.registry import RAISED
 from cct.rollout import Credit, Rollout
-from cct.training.agent import Agent
 from cct.transport import Gate, Transport
 
 from .base import Broken, Malformed, Property

@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from cct.critic import Critic
-from cct.critic.combined import GroupCritic
+from cct.agent.agent import Agent
+from cct.agent.building import build, restore
 from cct.evidence import close_workers
-from cct.loading import load_recipe, read_part
+from cct.loading import load_recipe
+from cct.metrics import EXPLAINED
 from cct.recipe import Recipe, RecipeError
-from cct.registry import PluginError, load_plugin
 from cct.rollout import Credit, Rollout, derive_seed
-from cct.training.agent import Agent
-from cct.training.building import build, restore
+from cct.run_folder import RunFolder
 from cct.training.credit import Estimator, random_order
-from cct.training.folder import EXPLAINED
 from cct.training.metrics import rollout_metrics
 from cct.training.rows import Row
 from cct.training.sampler import Sampler, State
-from cct.transport import Transport
 
 from .scores import Array, Truth, branched_advantage
+from .variants import variants_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OWN = " (the run's own)"
 DIGITS = 6  # after the point: what differs by less is equal, and shares its rank
 
 
@@ -100,68 +96,97 @@ def measure(
     """
     started = time.perf_counter()
     recipe, agent, tokenizer, moments, iteration = _opened(source, at, trust)
-    variants = _variants(source, recipe, written, critics, plugins)
-    if seed is not None:
-        variants = {name: one.model_copy(update={"seed": seed}) for name, one in variants.items()}
+    variants = variants_of(source, recipe, written, critics, plugins, seed)
     agent.to(DEVICE)
-    blind = agent.like(agent.actor)
-    base = Sampler(next(iter(variants.values())), agent.actor, tokenizer)
+    base, first = Sampler(next(iter(variants.values())), agent.actor, tokenizer), iteration + 1
     try:
-        credit: dict[str, list[torch.Tensor]] = {name: [] for name in variants}
-        explained: dict[str, list[float]] = {name: [] for name in variants}
-        rows, masks = list[list[Row]](), list[torch.Tensor]()
-        for number in range(iteration + 1, iteration + 1 + batches):
-            on_stage(f"sampling iteration {number}")
-            sampled = base.sample(number)
-            sampled = [sampled[index] for part in random_order(base.recipe, number, sampled) for index in part]
-            for name, variant in variants.items():
-                estimator = Estimator(variant, agent if variant.critic is not None else blind)
-                estimator.moments = moments
-                here = Sampler(variant, agent.actor, tokenizer, base.engine)
-                estimated, rollout, metrics = _estimate(estimator, here, sampled, number)
-                credit[name].append(estimated.advantages.cpu())
-                by = [metrics[metric] for metric in EXPLAINED if metric in metrics]
-                explained[name].append(by[0] if by else math.nan)
-            rows.append(sampled)
-            masks.append(rollout.mask.cpu())
-        drawn, undecided = _positions(rows, masks, positions, below, derive_seed(base.recipe.seed, "fidelity positions"))
-        if len(drawn) < 2:
-            raise RecipeError(
-                f"{source}: of {sum(map(len, rows))} responses {len(drawn)} tokens were sampled with a probability below "
-                f"{below:g}, so nothing was decided in them; --below 1 looks at all tokens"
-            )
+        sampled = _sample(base, variants, agent, moments, range(first, first + batches), on_stage)
+        where = derive_seed(base.recipe.seed, "fidelity positions")
+        drawn, undecided = _positions(source, sampled, positions, below, where)
         on_stage(f"continuing responses at {len(drawn)} positions")
-        found, tokens = [], 0
-        for batch, of_batch in enumerate(rows):
-            places = [(row, t) for b, row, t in drawn if b == batch]
-            branch_seed = derive_seed(base.recipe.seed, "fidelity", iteration + 1 + batch)
-            some, cost = advantages_at(base, of_batch, places, continuations, branch_seed)
-            found += some
-            tokens += cost
+        truth, tokens = _truth(base, sampled.rows, drawn, first, continuations)
     finally:
         base.close()
         close_workers()
-    advantage, half, other, p = np.array(found).round(DIGITS).T
-    prompts = {prompt: number for number, prompt in enumerate(sorted({(b, rows[b][row].group) for b, row, _ in drawn}))}
-    cluster = np.array([prompts[b, rows[b][row].group] for b, row, _ in drawn])
     return Measured(
         str(source),
         recipe.name,
         recipe.critic.use if recipe.critic else None,
         iteration,
-        Truth(advantage, (half, other), p, cluster),
-        {name: np.array([float(parts[b][row, t]) for b, row, t in drawn]).round(DIGITS) for name, parts in credit.items()},
+        truth,
+        sampled.credit_at(drawn),
         {name: variant.critic.use if variant.critic else None for name, variant in variants.items()},
-        {name: sum(values) / len(values) for name, values in explained.items()},
-        [(iteration + 1 + b, row, t) for b, row, t in drawn],
-        sum(map(len, rows)),
-        sum(int(mask.sum()) for mask in masks),
+        {name: sum(values) / len(values) for name, values in sampled.explained.items()},
+        [(first + b, row, t) for b, row, t in drawn],
+        sum(map(len, sampled.rows)),
+        sum(int(mask.sum()) for mask in sampled.masks),
         undecided,
         below,
         continuations,
         tokens,
         time.perf_counter() - started,
     )
+
+
+@dataclass
+class _Sampled:
+    """Batches of responses, and what each variant of the recipe makes of them."""
+
+    rows: list[list[Row]] = field(default_factory=list)
+    masks: list[torch.Tensor] = field(default_factory=list)
+    credit: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
+    explained: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def credit_at(self, places: Sequence[tuple[int, int, int]]) -> dict[str, Array]:
+        """[N] by variant."""
+        return {
+            name: np.array([float(parts[b][row, t]) for b, row, t in places]).round(DIGITS)
+            for name, parts in self.credit.items()
+        }
+
+
+def _sample(
+    base: Sampler,
+    variants: dict[str, Recipe],
+    agent: Agent,
+    moments: dict[str, tuple[float, float]],
+    iterations: Sequence[int],
+    on_stage: Callable[[str], None],
+) -> _Sampled:
+    """The responses of iterations, and their credit under each variant."""
+    found, blind = _Sampled(), agent.like(agent.actor)
+    for number in iterations:
+        on_stage(f"sampling iteration {number}")
+        sampled = base.sample(number)
+        sampled = [sampled[index] for part in random_order(base.recipe, number, sampled) for index in part]
+        for name, variant in variants.items():
+            estimator = Estimator(variant, agent if variant.critic is not None else blind)
+            estimator.moments = moments
+            here = Sampler(variant, agent.actor, base.tokenizer, base.engine)
+            estimated, rollout, metrics = _estimate(estimator, here, sampled, number)
+            found.credit[name].append(estimated.advantages.cpu())
+            found.explained[name].append(next((metrics[metric] for metric in EXPLAINED if metric in metrics), math.nan))
+        found.rows.append(sampled)
+        found.masks.append(rollout.mask.cpu())
+    return found
+
+
+def _truth(
+    base: Sampler, rows: Sequence[Sequence[Row]], drawn: Sequence[tuple[int, int, int]], first: int, continuations: int
+) -> tuple[Truth, int]:
+    """The true advantage at the positions that were drawn, and the tokens sampled for it. first: the iteration of batch 0."""
+    found, tokens = [], 0
+    for batch, of_batch in enumerate(rows):
+        places = [(row, t) for b, row, t in drawn if b == batch]
+        some, cost = advantages_at(
+            base, of_batch, places, continuations, derive_seed(base.recipe.seed, "fidelity", first + batch)
+        )
+        found += some
+        tokens += cost
+    advantage, half, other, p = np.array(found).round(DIGITS).T
+    groups = [(b, rows[b][row].group) for b, row, _ in drawn]
+    numbers = {group: number for number, group in enumerate(sorted(set(groups)))}
+    return Truth(advantage, (half, other), p, np.array([numbers[group] for group in groups])), tokens
 
 
 def _estimate(
@@ -184,7 +209,7 @@ Opened = tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]  #
 
 def _opened(source: Path, at: int | None, trust: bool) -> Opened:
     """A run as it was after an iteration, or a recipe before its first update."""
-    if (source / "recipe.yaml").is_file():
+    if RunFolder(source).recipe_file.is_file():
         return restore(source, at, trust=trust)
     if at is not None:
         raise RecipeError(f"{source}: a recipe has no checkpoints, so there is none of iteration {at}; name a run folder")
@@ -193,94 +218,28 @@ def _opened(source: Path, at: int | None, trust: bool) -> Opened:
     return recipe, agent, tokenizer, {}, 0
 
 
-def _variants(
-    source: Path, recipe: Recipe, written: Sequence[str], critics: Sequence[str], plugins: Sequence[str]
-) -> dict[str, Recipe]:
-    """The recipe under its own transport and each of the others, and where they read values under each critic, by name."""
-    for plugin in plugins:
-        try:
-            load_plugin(plugin, Path.cwd())
-        except PluginError as error:
-            raise RecipeError(str(error)) from None
-    found = {recipe.transport.use + OWN: _with(recipe, recipe.transport)}
-    for text in written:
-        part = read_part("transport", text)
-        assert isinstance(part, Transport)
-        found[text.strip()] = _with(recipe, part)
-    reading = [name for name, variant in found.items() if variant.critic is not None]
-    if reading and not (source / "recipe.yaml").is_file():
-        raise RecipeError(
-            f"{source}: transport {reading[0]} reads a critic, which has not learnt anything before a run; name a run folder"
-        )
-    for text in critics if reading else ():
-        critic = _around(recipe, text)
-        for name in reading:
-            transport = found[name].transport
-            found[f"{transport.use if name.endswith(OWN) else name}, {text.strip()}"] = _with(recipe, transport, critic)
-    return found
+def _logprob(row: Row, place: int) -> float:
+    return row.response.logprobs[row.number(place)]
 
 
-def _around(recipe: Recipe, written: str) -> Critic:
-    """A critic that the run's weights can be read through, from YAML: the one that it taught, by its name, or one around that.
-
-    Raises RecipeError for any other.
-    """
-    assert recipe.critic is not None
-    taught = recipe.critic.of if isinstance(recipe.critic, GroupCritic) else recipe.critic
-    if written.strip() == taught.use:
-        return taught
-    critic = read_part("critic", written)
-    if isinstance(critic, GroupCritic) and "of" not in critic.model_fields_set:
-        try:
-            return type(critic).model_validate(dict(critic) | {"of": taught})
-        except ValidationError as error:
-            raise RecipeError(*(f"--critic {written}: {_said(problem)}" for problem in error.errors())) from None
-    if critic != taught and not (isinstance(critic, GroupCritic) and critic.of == taught):
-        raise RecipeError(
-            f"--critic {written}: the run taught '{taught.use}' with knobs of its own, and no other critic. What can be looked "
-            f"at is {taught.use}, group_mean or group_level, without `of`"
-        )
-    assert isinstance(critic, Critic)
-    return critic
-
-
-def _said(problem: Any) -> str:
-    return str(problem["msg"]).removeprefix("Value error, ")
-
-
-def _with(recipe: Recipe, transport: Transport, critic: Critic | None = None) -> Recipe:
-    """The recipe under another transport, with the critic (its own) where it reads one; rewards are the evidence's alone.
-
-    Raises RecipeError where nothing provides what the transport needs.
-    """
-    critic = (critic or recipe.critic) if "values" in transport.needs else None
-    plain: dict[str, object] = {"transport": transport.model_dump(), "geometry": "ppo_clip"}
-    if critic is None:
-        plain |= {"critic": None, "training": recipe.training.model_dump() | {"critic_warmup": 0, "critic_window": 1}}
-    else:
-        plain["critic"] = critic.model_dump()
-    try:
-        geometry = Recipe.model_validate(recipe.model_dump() | plain).geometry
-    except ValidationError as error:
-        raise RecipeError(*(f"transport {transport.use}: {_said(problem)}" for problem in error.errors())) from None
-    return recipe.model_copy(update={"transport": transport, "critic": critic, "geometry": geometry})
-
-
-def _positions(
-    rows: Sequence[Sequence[Row]], masks: Sequence[torch.Tensor], count: int, below: float, seed: int
-) -> tuple[list[tuple[int, int, int]], int]:
+def _positions(source: Path, sampled: _Sampled, count: int, below: float, seed: int) -> tuple[list[tuple[int, int, int]], int]:
     """(batch, row, token) of so many of the tokens sampled with a probability below `below`, in order; and of how many.
 
-    Drawn without replacement.
+    Drawn without replacement. Raises RecipeError where there are fewer than two.
     """
     least = math.log(below) if below < 1 else math.inf
     every = [
         (b, row, t)
-        for b, mask in enumerate(masks)
+        for b, mask in enumerate(sampled.masks)
         for row, t in mask.nonzero().tolist()
-        if rows[b][row].response.logprobs[rows[b][row].number(t)] < least
+        if _logprob(sampled.rows[b][row], t) < least
     ]
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))[:count]
+    if len(order) < 2:
+        raise RecipeError(
+            f"{source}: of {sum(map(len, sampled.rows))} responses {len(order)} tokens were sampled with a probability below "
+            f"{below:g}, so nothing was decided in them; --below 1 looks at all tokens"
+        )
     return [every[index] for index in sorted(order.tolist())], len(every)
 
 

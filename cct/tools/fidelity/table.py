@@ -14,13 +14,13 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from cct.system.files import write_text
+from cct.run_folder import RunFolder
+from cct.system.files import without_nan, write_text
 from cct.system.terminal import make_console, printable
 
 from .measure import Measured, measure
 from .scores import LEVEL, SCORES, SURE, ceiling, difference, split_half, true_variance, with_interval
 
-FILE = "fidelity.json"
 WIDTH = 120  # of the table, where the terminal does not say
 
 
@@ -36,7 +36,7 @@ def summary(measured: Measured) -> dict[str, Any]:
         transports[name] = found
     places = {"iteration": [p[0] for p in measured.places], "row": [p[1] for p in measured.places]}
     places |= {"token": [p[2] for p in measured.places], "prompt": truth.cluster.tolist()}
-    return _finite(
+    return without_nan(
         {
             "source": measured.source,
             "recipe": measured.recipe,
@@ -67,14 +67,6 @@ def summary(measured: Measured) -> dict[str, Any]:
     )
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path | None, **knobs: Any) -> int:
     """Measure each run, print one table, write fidelity.json into each run's folder, and all to `output`. Returns 0."""
     terminal = make_console(WIDTH)
@@ -87,7 +79,7 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
 
             found.append(summary(measure(source, written, on_stage=on_stage, **knobs)))
         if source.is_dir():
-            write_text(source / FILE, json.dumps(found[-1], indent=1) + "\n")
+            write_text(RunFolder(source).fidelity_file, json.dumps(found[-1], indent=1) + "\n")
     if output is not None:
         write_text(output, json.dumps(found, indent=1) + "\n")
     terminal.print(table(found))

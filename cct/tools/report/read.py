@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cct.run_folder import BrokenLine, RunFolder
 from cct.system.plain_yaml import Unreadable, load, read_file
 
 Event = dict[str, Any]
@@ -50,54 +50,39 @@ def _number(value: Any) -> float:
 
 
 def is_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").is_file() and (folder / "recipe.yaml").is_file()
+    run = RunFolder(folder)
+    return run.metrics_file.is_file() and run.recipe_file.is_file()
 
 
 def read_run(folder: Path) -> Run:
     """Raises ReportError where the folder is not a run folder, or holds no numbers yet."""
     if not is_run(folder):
         raise ReportError(f"{folder}: neither a run (recipe.yaml, metrics.jsonl) nor a study (results.json)")
-    events = read_lines(folder / "metrics.jsonl")
+    run = RunFolder(folder)
+    try:
+        events, samples = run.metrics, run.samples
+    except BrokenLine as error:
+        raise ReportError(f"{error.place}: not JSON; take the line out") from None
     if not events:
         raise ReportError(f"{folder}/metrics.jsonl: no event yet; wait for the first evaluation")
     try:
-        written = read_file(folder / "recipe.yaml").decode("utf-8")
+        written = read_file(run.recipe_file).decode("utf-8")
         recipe = load(written)[0]
     except (Unreadable, UnicodeDecodeError) as error:
         raise ReportError(f"{folder}/recipe.yaml: {error}") from None
     if not isinstance(recipe, dict):
         raise ReportError(f"{folder}/recipe.yaml: cannot be read (a mapping was expected)")
-    tokens, fidelity = folder / "tokens.json", folder / "fidelity.json"
-    return Run(
-        str(folder),
-        recipe,
-        written,
-        events,
-        read_lines(folder / "samples.jsonl"),
-        _read(tokens, json.loads)["responses"] if tokens.is_file() else [],
-        _read(fidelity, json.loads) if fidelity.is_file() else None,
-    )
+    tokens = _read(run.tokens_file)["responses"] if run.tokens_file.is_file() else []
+    fidelity = _read(run.fidelity_file) if run.fidelity_file.is_file() else None
+    return Run(str(folder), recipe, written, events, samples, tokens, fidelity)
 
 
-def _read(path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """The mapping that a file holds. Raises ReportError where it holds none."""
     try:
-        found = parse(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError(f"a mapping was expected, and it holds {type(found).__name__}")
     except ValueError as error:
         raise ReportError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
     return found
-
-
-def read_lines(path: Path) -> list[Event]:
-    """The objects of a .jsonl file; none where it is missing. A last line not yet written whole is left out."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    events = []
-    for number, line in enumerate(lines, 1):
-        try:
-            events.append({**json.loads(line)})
-        except (ValueError, TypeError):
-            if number < len(lines):
-                raise ReportError(f"{path}, line {number}: not JSON; take the line out") from None
-    return events

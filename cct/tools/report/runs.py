@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
+
+from cct.metrics import CURVES, STAGES, SUMMARY, Curve
 
 from .fidelity import fidelity_section
 from .page import Report, Section, Table, facts
@@ -13,39 +16,6 @@ from .read import Run, read_run
 from .svg import Series, lines, number, stacked
 from .tokens import Pane, token_view
 
-# metric -> (caption, unit, fixed range of the axis, line at zero)
-CURVES: dict[str, tuple[str, str, tuple[float, float] | None, bool]] = {
-    "eval/accuracy": ("Held-out accuracy, greedy", "share correct", (0.0, 1.0), False),
-    "train/reward": ("Reward of sampled responses", "reward", None, False),
-    "critic/explained_variance": ("Explained variance of the Monte-Carlo return", "at most 1", None, True),
-    "baseline/explained_variance": ("Explained variance, by the critic with the group's say", "at most 1", None, True),
-    "policy/approx_kl": ("KL from sampling to new policy", "nats", None, False),
-    "policy/clip_fraction": ("Tokens where the clip took effect", "share", None, False),
-    "gate/mean": ("Gate: mean discount per token", "discount", None, False),
-    "train/entropy": ("Entropy of the policy", "nats per token", None, False),
-    "train/length": ("Length of responses", "tokens", None, False),
-    "train/truncated": ("Responses cut by the length limit", "share", None, False),
-    "actor/gradient_norm": ("Gradient norm of the policy, before clipping", "norm", None, False),
-}
-SUMMARY = (
-    "eval/accuracy",
-    "train/reward",
-    "critic/explained_variance",
-    "policy/approx_kl",
-    "policy/clip_fraction",
-    "gate/mean",
-    "train/entropy",
-    "train/length",
-    "train/tokens_per_second",
-    "time/iteration",
-)
-STAGES = ("generate", "evidence", "greedy", "branch", "behaviour", "transport", "update")
-LEAST_SPAN = {
-    "policy/approx_kl": 1e-4,
-    "policy/clip_fraction": 0.01,
-    "train/truncated": 0.01,
-    "train/length": 2.0,
-}  # of an axis
 SAMPLES = 12
 
 
@@ -125,13 +95,19 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
+def chart(curve: Curve, series: Sequence[Series], **options: Any) -> str:
+    """A metric over iterations."""
+    options |= {"y_label": curve.unit, "y_range": curve.range, "least_span": curve.least_span, "zero": curve.zero}
+    return lines(curve.caption, series, x_label="iteration", **options)
+
+
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
     warm_up = [run.recipe["training"].get("critic_warmup", 0) for run in runs]
     shade = 0.5 if any(warm_up) else None
     iterations = [float(event["iteration"]) for run in runs for event in run.events]
     span = min(iterations), max(iterations)  # of every chart, so that they can be compared
     charts = []
-    for metric, (caption, unit, fixed, zero) in CURVES.items():
+    for metric, curve in CURVES.items():
         series = []
         for colour, (name, run) in enumerate(zip(names, runs, strict=True)):
             x, y = run.series(metric)
@@ -144,15 +120,10 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
         if not series:
             continue
         charts.append(
-            lines(
-                caption,
+            chart(
+                curve,
                 series,
-                x_label="iteration",
-                y_label=unit,
                 x_range=span,
-                y_range=fixed,
-                least_span=LEAST_SPAN.get(metric, 0.0),
-                zero=zero,
                 shade_to=shade,
                 note="Band: one standard deviation over tokens." if series[0].low is not None else "",
             )

@@ -9,17 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cct.metrics import CURVES, OUTCOMES
+
 from .fidelity import fidelity_section
 from .page import Report, Section, Table, facts
 from .read import ReportError
-from .runs import CURVES, LEAST_SPAN
+from .runs import chart
 from .svg import Interval, Series, forest, heat_map, lines, number, slopes
-
-NAMED = {  # metrics that stand in the main table and get a forest plot
-    "final_accuracy": "final held-out accuracy",
-    "area": "mean of the learning curve",
-    "frozen/accuracy": "frozen accuracy",
-}
 
 
 def is_study(folder: Path) -> bool:
@@ -52,7 +48,7 @@ def study_report(folder: Path) -> Report:
     )
     sections = [Section("Learning curves", _curves(arms, cells, grid))]
     every = list(dict.fromkeys(row["metric"] for row in results["arms"]))
-    main = [metric for metric in every if metric in NAMED]
+    main = [metric for metric in every if metric in OUTCOMES]
     others = [metric for metric in every if metric not in main]
     tables = {"Arms": _arms(results, arms, settings, seeds, main)}
     more = ""
@@ -101,13 +97,17 @@ def _interval(label: str, row: Mapping[str, Any], note: str = "") -> Interval:
     return Interval(label, value, low, high, note)
 
 
+def _called(metric: str) -> str:
+    return OUTCOMES[metric][1] if metric in OUTCOMES else metric
+
+
 def _named(arm: str, setting: str) -> str:
     return f"{arm}, {setting}" if setting else arm
 
 
 def _curves(arms: Sequence[str], cells: Sequence[Mapping[str, str]], grid: bool) -> str:
     charts = []
-    for metric, (caption, unit, fixed, zero) in CURVES.items():
+    for metric, curve in CURVES.items():
         series = []
         for colour, arm in enumerate(arms):
             at: dict[float, list[float]] = {}
@@ -120,9 +120,7 @@ def _curves(arms: Sequence[str], cells: Sequence[Mapping[str, str]], grid: bool)
                 low, high = [min(at[i]) for i in x], [max(at[i]) for i in x]
                 series.append(Series(arm, x, y, low, high, metric.startswith("eval/"), colour))
         if series:
-            span = LEAST_SPAN.get(metric, 0.0)
-            chart = lines(caption, series, x_label="iteration", y_label=unit, y_range=fixed, least_span=span, zero=zero)
-            charts.append(chart)
+            charts.append(chart(curve, series))
     over = "seeds and settings" if grid else "seeds"
     return f'<div class="charts">{"".join(charts)}</div><p class="note">Lines: mean over {over}. Bands: least to greatest.</p>'
 
@@ -146,7 +144,7 @@ def _arms(
                     f"{sum(judged)}/{len(judged)}",
                 ]
             )
-    return Table(["arm", "seeds", *(NAMED.get(metric, metric) for metric in metrics), "explained variance", "stable"], rows)
+    return Table(["arm", "seeds", *map(_called, metrics), "explained variance", "stable"], rows)
 
 
 def _further(results: Mapping[str, Any], arms: Sequence[str], settings: Sequence[str], metrics: Sequence[str]) -> Table:
@@ -159,7 +157,7 @@ def _further(results: Mapping[str, Any], arms: Sequence[str], settings: Sequence
 def _differences(results: Mapping[str, Any], grid: bool, metrics: Sequence[str]) -> Table:
     rows = [
         [
-            NAMED.get(row["metric"], row["metric"]),
+            _called(row["metric"]),
             row["name"],
             *([row["setting"]] if grid else []),
             _estimate(row, "+"),
@@ -183,7 +181,7 @@ def _forests(results: Mapping[str, Any], metrics: Sequence[str]) -> str:
         ]
         plots.append(
             forest(
-                f"Difference of {NAMED.get(metric, metric)}",
+                f"Difference of {_called(metric)}",
                 rows,
                 x_label=f"difference within seeds, {results['level']:.0%} t interval",
             )
@@ -229,7 +227,7 @@ def _interactions(results: Mapping[str, Any]) -> str:
                 slopes(
                     _named(name, row["setting"]),
                     [(a, b), (c, d)],
-                    y_label=NAMED["final_accuracy"],
+                    y_label=_called("final_accuracy"),
                     note=f"{formula}: {_estimate(row, '+')}. Parallel lines: no interaction.",
                 )
             )

@@ -25,8 +25,8 @@ from rich.table import Table
 
 from cct.loading import changes, dump_recipe, load_recipe
 from cct.recipe import Recipe, RecipeError
+from cct.run_folder import RunFolder
 from cct.system.files import Held, append, hold, write_text
-from cct.training.folder import read_metrics
 
 from .study import Cell, Evaluate, Study
 
@@ -54,6 +54,10 @@ class Work:
         """Its run folder."""
         return self.root / self.cell.place
 
+    @property
+    def run(self) -> RunFolder:
+        return RunFolder(self.folder)
+
     def beside(self, ending: str) -> Path:
         """`recipe.yaml`, `log`, `lock` and `failed` stand beside the run folder."""
         return self.folder.with_name(f"{self.folder.name}.{ending}")
@@ -62,31 +66,24 @@ class Work:
     @property
     def events(self) -> list[dict[str, Any]]:
         """What the run wrote to metrics.jsonl so far; a last line that is being written is left out."""
-        return read_metrics(self.folder)
+        return self.run.metrics
 
     @property
     def evaluation(self) -> dict[str, float]:
         """What `cct eval` found; empty where it has not, or not with as many samples as the study asks for."""
-        wanted = self.evaluate
-        try:
-            metrics: dict[str, float] = json.loads((self.folder / "eval.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
+        wanted, metrics = self.evaluate, _read(self.run.evaluation_file) or {}
         sampled = [f"eval/avg@{wanted.samples}", *(f"eval/pass@{k}" for k in wanted.ks)] if wanted and wanted.samples else []
         return metrics if all(name in metrics for name in sampled) else {}
 
     @property
     def fidelity(self) -> dict[str, Any] | None:
         """What `cct fidelity` found of it, without the single positions; None where it was not asked."""
-        try:
-            found: dict[str, Any] = json.loads((self.folder / "fidelity.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        return {name: value for name, value in found.items() if name not in ("source", "at_positions")}
+        found = _read(self.run.fidelity_file)
+        return found and {name: value for name, value in found.items() if name not in ("source", "at_positions")}
 
     @property
     def trained(self) -> bool:
-        return (self.folder / "policy").is_dir()  # written last, whole or not at all
+        return self.run.policy.is_dir()
 
     @property
     def done(self) -> bool:
@@ -125,12 +122,12 @@ class Work:
     def next_step(self) -> list[str]:
         """Arguments of the `cct` that brings it further; none where it is done."""
         if not self.trained:
-            if any(self.folder.glob("checkpoints/[0-9]*.ckpt")):
+            if self.run.checkpoints:
                 return ["run", "--resume", str(self.folder)]
             return ["run", str(self.beside("recipe.yaml")), "--into", str(self.folder)]
         if self.evaluate is not None and not self.evaluation:
             sampled = ["--samples", str(self.evaluate.samples), "--ks", ",".join(map(str, self.evaluate.ks))]
-            return ["eval", str(self.folder), *sampled, "--json", str(self.folder / "eval.json")]
+            return ["eval", str(self.folder), *sampled, "--json", str(self.run.evaluation_file)]
         return []
 
     def start(self, held: int, threads: int, previous: Sequence[str] = ()) -> Step | None:
@@ -179,6 +176,11 @@ class Work:
         return f"failed  {self.title}: {why}; the end of {self.beside('log')}:{end}"
 
 
+def _read(path: Path) -> dict[str, Any] | None:
+    """The object of a JSON file; None where there is no file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
 @dataclass(frozen=True)
 class Step:
     """A process that brings a cell further."""
@@ -191,7 +193,7 @@ def works_of(study: Study, recipes: Mapping[Cell, Recipe], root: Path) -> list[W
     """A study's cells in the order in which they are run. Raises RecipeError where a run folder holds another recipe."""
     works, problems = [Work(cell, root, study.evaluate) for cell in recipes], []
     for work in works:
-        held = work.folder / "recipe.yaml"
+        held = work.run.recipe_file
         if not held.is_file():
             continue
         # Read as a recipe: a knob that did not exist yet when the cell was begun stands at its default.

@@ -13,8 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cct.system.files import whole, write_text
-from cct.training.folder import EXPLAINED
+from cct.metrics import CELLS, EXPLAINED, OUTCOMES
+from cct.system.files import whole, without_nan, write_text
 
 from .runner import Work
 from .statistics import (
@@ -30,25 +30,6 @@ from .statistics import (
     why_unstable,
 )
 from .study import Cell, Study
-
-COLUMNS = (  # of cells.csv, after arm, setting and seed: small enough to commit, enough for every number of results.json
-    "iteration",
-    "eval/accuracy",
-    "eval/reward",
-    "eval/length",
-    "train/reward",
-    "train/length",
-    "train/truncated",
-    "train/entropy",
-    "critic/explained_variance",
-    "baseline/explained_variance",
-    "gate/mean",
-    "policy/approx_kl",
-    "policy/clip_fraction",
-    "actor/gradient_norm",
-    "time/iteration",
-)
-COMPARED = {"final_accuracy": "final accuracy", "area": "area under curve", "frozen/accuracy": "frozen accuracy"}  # in tables
 
 
 def summarise(study: Study, works: Sequence[Work]) -> dict[str, Any]:
@@ -71,7 +52,7 @@ def summarise(study: Study, works: Sequence[Work]) -> dict[str, Any]:
         "courses": _courses(study, works),
         "stability": _stability(study, cells),
     }
-    return _without_nan(results)
+    return without_nan(results)
 
 
 def _cell(study: Study, work: Work) -> dict[str, Any]:
@@ -174,23 +155,16 @@ def _stability(study: Study, cells: Sequence[Mapping[str, Any]]) -> dict[str, An
     return {"counts": [{"arm": arm, "stable": k, "of": n} for arm, (k, n) in counts.items()], "fisher": pairs}
 
 
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def write(results: Mapping[str, Any], works: Sequence[Work], folder: Path) -> None:
     """`results.json`, and `cells.csv`: one line per cell and event of its metrics.jsonl."""
     write_text(folder / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
+    columns = ("iteration", *CELLS)
     with whole(folder / "cells.csv") as unfinished, unfinished.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["arm", "setting", "seed", *COLUMNS])
+        writer.writerow(["arm", "setting", "seed", *columns])
         for work in works:
             for event in work.events:
-                row = [f"{x:.6g}" if isinstance(x := event.get(name, ""), float) else x for name in COLUMNS]
+                row = [f"{x:.6g}" if isinstance(x := event.get(name, ""), float) else x for name in columns]
                 writer.writerow([work.cell.arm, work.cell.setting, work.cell.seed, *row])
 
 
@@ -208,28 +182,41 @@ def _p(value: float | None) -> str:
 
 def print_tables(study: Study, results: Mapping[str, Any], console: Console) -> None:
     """Arms, what `cct eval` found of them, comparisons, stability."""
-    arms = {(row["metric"], row["arm"], row["setting"]): row for row in results["arms"]}
-    names = [(arm, setting) for setting in study.settings for arm in study.arm_names]
-    last, level, rule = study.final_evaluations, f"[{100 * LEVEL:.0f}% t interval]", study.stable
+    _print_arms(study, results, console)
+    _print_frozen(study, results, console)
+    _print_differences(results, console)
+    _print_stability(study, results, console)
 
+
+INTERVAL = f"[{100 * LEVEL:.0f}% t interval]"
+
+
+def _arms(study: Study, results: Mapping[str, Any], metric: str) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """A metric's estimate for each arm under each setting."""
+    found = {(row["arm"], row["setting"]): row for row in results["arms"] if row["metric"] == metric}
+    return {(arm, setting): found[arm, setting] for setting in study.settings for arm in study.arm_names}
+
+
+def _print_arms(study: Study, results: Mapping[str, Any], console: Console) -> None:
+    finals, areas = (_arms(study, results, metric) for metric in ("final_accuracy", "area"))
     rows: list[tuple[str, ...]] = []
-    for arm, setting in names:
+    for (arm, setting), final in finals.items():
         here = [cell for cell in results["cells"] if (cell["arm"], cell["setting"]) == (arm, setting)]
         explained = [cell["explained_variance"] for cell in here if cell["explained_variance"] is not None]
         judged = [cell["stable"] for cell in here if cell["stable"] is not None]
-        final = arms["final_accuracy", arm, setting]
         rows.append(
             (
                 Cell(arm, setting, 0).name,
                 f"{final['n']}/{len(study.seeds)}",
                 _interval(final),
-                _interval(arms["area", arm, setting]),
+                _interval(areas[arm, setting]),
                 f"{sum(explained) / len(explained):.3f}" if explained else "-",
                 f"{sum(judged)}/{len(judged)}",
             )
         )
     columns = ("arm", "seeds", "final accuracy", "area under curve", "explained variance", "stable")
-    console.print(_table(f"{study.name}: mean over seeds {level}", columns, rows))
+    console.print(_table(f"{study.name}: mean over seeds {INTERVAL}", columns, rows))
+    last, rule = study.final_evaluations, study.stable
     console.print(
         f"seeds: runs that came to their end; final accuracy: mean of the last {last} evaluation{'s' if last > 1 else ''}; "
         "area: mean of the learning curve by trapezoids; explained variance: of the Monte-Carlo return by what the transport "
@@ -237,31 +224,38 @@ def print_tables(study: Study, results: Mapping[str, Any], console: Console) -> 
         f"evaluation before, approx_kl at most {rule.max_kl:g}",
     )
 
-    metrics = list(dict.fromkeys(row["metric"] for row in results["arms"]))
-    if evaluated := [name for name in metrics if name.startswith("frozen/") and name.count("/") == 1]:
-        means = [
-            (name.removeprefix("frozen/"), Cell(arm, setting, 0).name, _interval(arms[name, arm, setting]))
-            for name in evaluated
-            for arm, setting in names
-        ]
-        console.print(_table(f"frozen sets, mean over sets, then over seeds {level}", ("metric", "arm", "mean"), means))
 
-    found = [row for row in results["comparisons"] if row["metric"] in COMPARED]
-    if found:
-        rows = [
-            (
-                COMPARED[row["metric"]],
-                f"{row['setting']} {row['name']}".strip(),
-                _interval(row, "+"),
-                str(row["n"]),
-                _p(row["p"]),
-                _p(row["p_holm"]),
-            )
-            for row in found
-        ]
+def _print_frozen(study: Study, results: Mapping[str, Any], console: Console) -> None:
+    metrics = dict.fromkeys(row["metric"] for row in results["arms"])
+    means = [
+        (name.removeprefix("frozen/"), Cell(arm, setting, 0).name, _interval(row))
+        for name in metrics
+        if name.startswith("frozen/") and name.count("/") == 1
+        for (arm, setting), row in _arms(study, results, name).items()
+    ]
+    if means:
+        console.print(_table(f"frozen sets, mean over sets, then over seeds {INTERVAL}", ("metric", "arm", "mean"), means))
+
+
+def _print_differences(results: Mapping[str, Any], console: Console) -> None:
+    rows = [
+        (
+            OUTCOMES[row["metric"]][0],
+            f"{row['setting']} {row['name']}".strip(),
+            _interval(row, "+"),
+            str(row["n"]),
+            _p(row["p"]),
+            _p(row["p_holm"]),
+        )
+        for row in results["comparisons"]
+        if row["metric"] in OUTCOMES
+    ]
+    if rows:
         columns = ("metric", "comparison", "difference", "seeds", "p", "p (Holm)")
-        console.print(_table(f"differences within seeds {level}", columns, rows))
+        console.print(_table(f"differences within seeds {INTERVAL}", columns, rows))
 
+
+def _print_stability(study: Study, results: Mapping[str, Any], console: Console) -> None:
     stability = results["stability"]
     counts = ", ".join(f"{row['arm']} {row['stable']}/{row['of']}" for row in stability["counts"])
     console.print(f"stable {'settings' if study.settings != [''] else 'seeds'}: {counts}")

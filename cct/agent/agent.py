@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cct.critic.towers import Tower
+from cct.errors import attributed_to
 from cct.handover import read_only
 from cct.policy.attention import attention_concentration, tap
 from cct.policy.head import LOGITS_AT_ONCE, distribution_of, entropy_of, plain_head, reading, token_logprobs
 from cct.rollout import Attention, Concentration, Forward, Statistic, Trace
-
-from .stopped import attributed_to
 
 PER_HEAD = Concentration()  # the critic's feature: Shannon, every head by itself
 

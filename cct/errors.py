@@ -1,4 +1,4 @@
-"""A run that cannot go on, and which part it was."""
+"""How a run stops, and which part it was; what is wrong with a recipe is `recipe.RecipeError`."""
 
 from __future__ import annotations
 

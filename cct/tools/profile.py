@@ -18,12 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from cct import metrics
+from cct.agent.agent import Agent
+from cct.run_folder import RunFolder
 from cct.system.files import whole
+from cct.training.loop import Loop
+from cct.training.minibatches import Batch, PolicyBatch
 
-from .agent import Agent
-from .minibatches import Batch, PolicyBatch
-
-STAGES = ("generate", "evidence", "greedy", "branch", "behaviour", "transport", "update", "sync")
+STAGES = (*metrics.STAGES, "sync")
 TRACED = 2  # the iteration whose operations are recorded; recording slows it, so it does not count in the table
 SHOWN = 1e-4  # seconds an iteration, of a stage that is listed
 BACKWARD = 2  # a backward does twice the products of its forward
@@ -75,13 +77,26 @@ def _write_trace(recorder: torch.profiler.profile, path: Path) -> None:
 class Profile(Callback):
     """Counts and times a run; prints a table at its end and writes `trace.json.gz`, which https://ui.perfetto.dev opens."""
 
-    def __init__(self, folder: Path | None, console: Console, bf16: bool):
-        self.folder, self.console, self.bf16 = folder, console, bf16
+    def __init__(self, console: Console):
+        self.console = console
+        self.folder: RunFolder | None = None  # of the process that writes
         self.seconds: list[dict[str, float]] = []  # of each iteration but the traced one
         self.flops: list[float] = []
         self.tokens: list[float] = []
         self._recorder = ExitStack()
         self._stage: AbstractContextManager[Any] = nullcontext()
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        assert isinstance(module, Loop)
+        self.folder = RunFolder(Path(trainer.default_root_dir)) if trainer.is_global_zero else None
+        shown = module.on_stage
+
+        def on_stage(name: str) -> None:
+            shown(name)
+            self.on_stage(name)
+
+        module.on_stage = on_stage
+        module.before_update = lambda minibatches: self.before_update(module.agent, module.iteration, minibatches)
 
     def on_stage(self, name: str) -> None:
         """A stage begins: its operations stand under its name in the trace."""
@@ -93,11 +108,13 @@ class Profile(Callback):
         if iteration > 0:
             self.flops.append(update_flops(agent, minibatches))
 
-    def took(self, iteration: int, metrics: dict[str, float]) -> None:
-        """An iteration is over, with these metrics; the next one is recorded where it is the one to trace."""
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """An iteration is over; the next one is recorded where it is the one to trace."""
+        assert isinstance(module, Loop) and module.ended is not None
+        iteration, found = module.ended.number, module.ended.metrics
         if iteration > 0 and iteration != TRACED:
-            self.seconds.append({name: metrics[f"time/{name}"] for name in STAGES if f"time/{name}" in metrics})
-            self.tokens.append(metrics["train/tokens"])
+            self.seconds.append({name: found[f"time/{name}"] for name in STAGES if f"time/{name}" in found})
+            self.tokens.append(found["train/tokens"])
         elif iteration == TRACED:
             self._recorder.close()
             self.flops.pop()
@@ -105,23 +122,23 @@ class Profile(Callback):
             activities = [torch.profiler.ProfilerActivity.CPU]
             activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             recorder = torch.profiler.profile(activities=activities)
-            self._recorder.callback(_write_trace, recorder, self.folder / "trace.json.gz")
+            self._recorder.callback(_write_trace, recorder, self.folder.trace_file)
             self._recorder.enter_context(recorder)
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        assert isinstance(module, Loop)
         self._recorder.close()
         if self.folder is not None and self.seconds:
-            peak = measured_peak(module.device, torch.bfloat16 if self.bf16 else torch.float32)
+            bf16 = module.recipe.training.precision == "bf16"
+            peak = measured_peak(module.device, torch.bfloat16 if bf16 else torch.float32)
             rate = sum(self.flops) / sum(stages["update"] for stages in self.seconds)
             self.console.print(self.table())
             self.console.print(
                 f"update: {rate / 1e9:,.1f} GFLOP/s, {rate / peak:.1%} of the {peak / 1e9:,.1f} of a large matrix product",
                 soft_wrap=True,
             )
-            if (self.folder / "trace.json.gz").exists():
-                self.console.print(
-                    f"iteration {TRACED} as a trace for https://ui.perfetto.dev: {self.folder}/trace.json.gz", soft_wrap=True
-                )
+            if (trace := self.folder.trace_file).exists():
+                self.console.print(f"iteration {TRACED} as a trace for https://ui.perfetto.dev: {trace}", soft_wrap=True)
 
     def table(self) -> Table:
         """Seconds, share and tokens/s of each stage, means over iterations."""

@@ -10,20 +10,18 @@ import torch
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from cct.audit import drawn
+from cct.errors import attributed_to, of_recipe
 from cct.policy import Shape
+from cct.policy.checkpoints import STATE
 from cct.policy.weights import add_lora, without_dropout
 from cct.preflight import message_of, unfit, unready
+from cct.prompts import drawn, encode, fitting, positions_of
 from cct.recipe import Recipe, RecipeError
 from cct.registry import RAISED
 from cct.rollout import derive_seed
+from cct.run_folder import RunFolder
 
 from .agent import Agent
-from .export import checkpoint_of
-from .folder import load_run
-from .loop import STATE
-from .prompts import encode, fitting
-from .stopped import attributed_to, of_recipe
 from .warm_start import warm_start
 
 
@@ -46,8 +44,8 @@ def build(
     with of_recipe():
         actor, tokenizer = warm_start(recipe.policy, recipe.task, recipe.seed, report, say, recipe.environment)
     text = actor.config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    if problems := unfit(recipe, Shape(text.num_hidden_layers, text.num_attention_heads, positions)):
+    shape = Shape(text.num_hidden_layers, text.num_attention_heads, positions_of(actor))
+    if problems := unfit(recipe, shape):
         raise RecipeError(*problems)
     _measure(recipe, actor, tokenizer, say)
     without_dropout(actor).train()
@@ -83,9 +81,7 @@ def _measure(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, say: 
         sets = {"training": drawn(recipe), "held-out": recipe.task.held_out()}
     for name, prompts in sets.items():
         kept = fitting(recipe, actor, tokenizer, prompts)
-        if not kept:
-            encode(recipe, actor, tokenizer, prompts)  # says why
-        encode(recipe, actor, tokenizer, kept)
+        encode(recipe, actor, tokenizer, kept or prompts)  # says why where none fits
         if len(kept) < len(prompts):
             say(f"{len(prompts) - len(kept)} of {len(prompts)} {name} prompts are too long and left out (overlong: drop)")
 
@@ -97,10 +93,11 @@ def restore(
     moments, and the iteration. trust: run plug-ins without a recorded SHA-256. Raises RecipeError where there is no such
     checkpoint, or it is a folder of DeepSpeed's.
     """
-    checkpoint = checkpoint_of(run, iteration)
+    folder = RunFolder(run)
+    checkpoint = folder.checkpoint(iteration)
     if checkpoint.is_dir():
         raise RecipeError(f"{checkpoint}: a critic cannot be read from a checkpoint of DeepSpeed's yet")
-    recipe = load_run(run, trust=trust)
+    recipe = folder.load_recipe(trust=trust)
     agent, tokenizer, _ = build(without_warm_start(recipe))
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
     agent.load_state_dict({name.removeprefix("agent."): weight for name, weight in saved["state_dict"].items()})

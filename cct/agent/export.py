@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import pickle
-import re
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +12,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from cct.errors import of_recipe
 from cct.policy import Policy, end_tokens, policies
+from cct.policy.checkpoints import actor_weights
 from cct.policy.weights import add_lora, save, shapes
 from cct.preflight import message_of
 from cct.recipe import Recipe, RecipeError
-from cct.system.files import damage, kept, whole
+from cct.run_folder import RunFolder
+from cct.system.files import kept, whole
 
-from .folder import checkpoints, load_run, must_be_run
-from .stopped import of_recipe
-
-ACTOR = "agent.actor."
-ONLY_TENSORS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+WHOLE = 2**30  # bytes of weights that a rehearsal writes and reads back whole, in a second or two
 
 
 def export(run: Path, folder: Path, iteration: int | None = None, *, dtype: str | None = None, trust: bool = False) -> Path:
@@ -38,10 +32,11 @@ def export(run: Path, folder: Path, iteration: int | None = None, *, dtype: str 
     where there is no such checkpoint, something stands in `folder`, or a weight is beyond float16's range.
     """
     quiet()
-    checkpoint = checkpoint_of(run, iteration)
+    of_run = RunFolder(run)
+    checkpoint = of_run.checkpoint(iteration)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RecipeError(f"{folder}: something is there already; name a new folder")
-    recipe = load_run(run, trust=trust)
+    recipe = of_run.load_recipe(trust=trust)
     with of_recipe():
         actor, tokenizer = recipe.policy.load(alphabet=recipe.alphabet, seed=recipe.seed)
     if recipe.policy.lora:
@@ -53,84 +48,6 @@ def export(run: Path, folder: Path, iteration: int | None = None, *, dtype: str 
     except ValueError as error:
         raise RecipeError(f"{folder}: {error}") from error
     return checkpoint
-
-
-def checkpoint_of(run: Path, iteration: int | None = None) -> Path:
-    """The checkpoint after an iteration, the newest where None. Raises RecipeError where there is none that can be read."""
-    must_be_run(run)
-    saved = {int(path.stem): path for path in checkpoints(run)}
-    if not saved or iteration not in {None, *saved}:
-        there = f"there are those of iterations {', '.join(map(str, saved))}" if saved else "none was taken yet"
-        raise RecipeError(f"{run}: no checkpoint of iteration {iteration}; {there}")
-    chosen = saved[max(saved) if iteration is None else iteration]
-    if (why := damage(run, chosen) or unreadable(chosen)) is not None:
-        others = ", ".join(str(number) for number, path in saved.items() if path != chosen) or "none"
-        raise RecipeError(f"{chosen}: cannot be read ({why}); other iterations with a checkpoint: {others}")
-    return chosen
-
-
-def newest_readable(run: Path) -> tuple[Path, list[str]]:
-    """The newest checkpoint of a run that can be read, and a line on each newer one. Raises RecipeError where there is none."""
-    skipped: list[str] = []
-    for checkpoint in reversed(checkpoints(run)):
-        why = damage(run, checkpoint) or unreadable(checkpoint)
-        if why is None:
-            return checkpoint, skipped
-        skipped.append(f"{checkpoint}: skipped, it cannot be read ({why})")
-    raise RecipeError(*skipped, f"{run}: no checkpoint can be read; start the recipe again")
-
-
-def unreadable(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be read; None where it can. Weights are mapped, not loaded."""
-    files = [checkpoint] if checkpoint.is_file() else sorted(checkpoint.rglob("*.pt"))
-    try:
-        with tensors_only() if checkpoint.is_dir() else nullcontext():
-            for file in files:
-                torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError, ImportError, AttributeError, pickle.UnpicklingError) as error:
-        return why_unreadable(error)
-    return None if files else "an empty folder"
-
-
-def why_unreadable(error: BaseException) -> str:
-    """In a line; torch's advice to load what may hold code all the same is left out."""
-    if found := re.search(r"GLOBAL (\S+)", str(error)):
-        return f"it holds {found[1]}, which could run code; only tensors and plain data are loaded"
-    told = re.search(r"WeightsUnpickler error: (.+)", str(error))
-    return " ".join((told[1] if told else str(error)).split("\n")[0].split()) or type(error).__name__
-
-
-@contextmanager
-def tensors_only() -> Iterator[None]:
-    """Within, `torch.load` takes tensors, plain data and DeepSpeed's four classes alone, so that a checkpoint runs no code.
-
-    DeepSpeed's own calls allow anything; the environment overrules them.
-    """
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    before = os.environ.get(ONLY_TENSORS)
-    os.environ[ONLY_TENSORS] = "1"
-    try:
-        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
-            yield
-    finally:
-        os.environ.pop(ONLY_TENSORS)
-        if before is not None:
-            os.environ[ONLY_TENSORS] = before
-
-
-def actor_weights(checkpoint: Path) -> dict[str, Any]:
-    """The actor's part of a checkpoint: a file of Lightning's, or a folder of DeepSpeed's."""
-    if checkpoint.is_dir():
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        with tensors_only():
-            weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
-    else:
-        weights = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
-    return {name[name.index(ACTOR) + len(ACTOR) :]: weight for name, weight in weights.items() if ACTOR in name}
 
 
 def quiet() -> None:
@@ -145,9 +62,6 @@ def quiet() -> None:
 
 def _no_accelerator(record: logging.LogRecord) -> bool:
     return "Setting accelerator to CPU" not in record.getMessage()
-
-
-WHOLE = 2**30  # bytes of weights that a rehearsal writes and reads back whole, in a second or two
 
 
 def rehearse(

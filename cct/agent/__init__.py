@@ -1,0 +1,1 @@
+"""A recipe's models: actor and critic as one, built, warm-started, restored and exported."""

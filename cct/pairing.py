@@ -1,0 +1,175 @@
+"""Which parts of a recipe do not go together. A rule finds problems, each with its place in the recipe; RULES lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cct.geometry import geometries
+from cct.registry import REGISTRIES, Component
+from cct.transport import Transport, Wrapper
+
+Problems = Iterator[tuple[str, str]]  # place and message
+Parts = Any  # a Recipe; `recipe` imports this module, so it cannot be named here
+
+
+def problems(recipe: Parts) -> list[tuple[str, str]]:
+    """Everything that does not fit, with its place."""
+    return [problem for rule in RULES for problem in rule(recipe)]
+
+
+# --- what cannot run --------------------------------------------------------------------------
+def needs_are_met(recipe: Parts) -> Problems:
+    for place, part in recipe.parts.items():
+        for need in sorted(part.needs):
+            if not recipe.providers(need):
+                yield place, _unmet(part, need)
+
+
+def _unmet(part: Component, need: str) -> str:
+    if need == "groups":
+        return f"'{part.use}' compares responses to one prompt: set training.responses_per_prompt to 2 or more"
+    able = [
+        f"{axis}: {name}"
+        for axis, registry in REGISTRIES.items()
+        for name in registry.names()
+        if need in _provided(registry[name])
+    ]
+    what = f"provided by {', '.join(able)}" if able else "which no registered component provides"
+    what += "; or set policy.warm_start: null" if need == "demonstrations" else ""
+    return f"'{part.use}' needs {need}, and nothing in this recipe provides it; {what}"
+
+
+def _provided(cls: type[Component]) -> frozenset[str]:
+    try:
+        return cls.model_construct().provides
+    except AttributeError:  # it depends on a knob without default
+        return frozenset()
+
+
+def groups_are_large_enough(recipe: Parts) -> Problems:
+    each = recipe.training.responses_per_prompt
+    for place, part in recipe.parts.items():
+        if isinstance(part, Transport) and not isinstance(part, Wrapper) and 2 <= each < part.least_responses:
+            yield (
+                place,
+                f"'{part.use}' tells responses to one prompt apart from {part.least_responses} of them on; "
+                f"training.responses_per_prompt is {each}",
+            )
+
+
+def truncated_sampling_is_corrected(recipe: Parts) -> Problems:
+    generation, geometry = recipe.generation, recipe.geometry
+    if generation.truncates and "own" not in geometry.engine_ratio | recipe.transport.engine_ratio:
+        other = ", or geometry.ratio_to to engine" if geometry.weighs else ""
+        yield (
+            "generation",
+            f"top_p ({generation.top_p}) or top_k ({generation.top_k}) leaves tokens out, so the trainer's "
+            f"ratios are not of the distribution sampled from; set geometry.correction to truncate or mask{other}",
+        )
+
+
+def engines_divide_processes(recipe: Parts) -> Problems:
+    share = recipe.generation.processes_per_engine
+    if recipe.training.processes % share:
+        yield (
+            "generation.tensor_parallel",
+            f"{share} processes share an engine, which must divide the "
+            f"{recipe.training.processes} of training.devices x training.nodes",
+        )
+
+
+# --- what would run, and silently mean something else -----------------------------------------
+def token_credit_reaches_tokens(recipe: Parts) -> Problems:
+    geometry = recipe.geometry
+    if recipe.transport.grain == "token" and geometry.grain == "sequence":
+        able = [name for name in geometries.names() if geometries[name].grain == "token" and name != geometry.token_form]
+        form = [f"{geometry.token_form}, its token form"] if geometry.token_form else []
+        yield (
+            "geometry",
+            f"'{geometry.use}' averages advantages over each response, which would erase the credit that transport "
+            f"'{recipe.transport.use}' gives to single tokens; these keep it: {', '.join([*form, *able])}",
+        )
+
+
+def responses_are_whitened_as_responses(recipe: Parts) -> Problems:
+    for place, part in recipe.parts.items():
+        if isinstance(part, Transport) and part.grain == "sequence" and part.whitens == "token":
+            yield (
+                place,
+                f"'{part.use}' gives one number per response and whitens over tokens, where a long response counts as often as "
+                "it has tokens; whiten over responses, or not at all",
+            )
+
+
+def kl_counts_once(recipe: Parts) -> Problems:
+    geometry = recipe.geometry
+    if geometry.kl_coef and geometry.kl_in_reward:
+        yield (
+            "geometry.kl_in_reward",
+            f"the KL to the starting policy would count twice, in rewards ({geometry.kl_in_reward}) and in the loss "
+            f"(kl_coef {geometry.kl_coef}); set one of them to 0",
+        )
+
+
+def kl_stays_in_the_critics_range(recipe: Parts) -> Problems:
+    critic = recipe.critic
+    if recipe.geometry.kl_in_reward and critic is not None and critic.bounded:
+        yield (
+            "geometry.kl_in_reward",
+            f"takes returns out of the range of the evidence, which critic '{critic.use}' cannot leave; set its "
+            "output to scalar, or use kl_coef, the KL in the loss",
+        )
+
+
+def engine_ratio_counts_once(recipe: Parts) -> Problems:
+    geometry = recipe.geometry
+    twice = geometry.engine_ratio & recipe.transport.engine_ratio
+    if twice:
+        knob = "ratio_to" if geometry.correction == "none" else "correction"
+        whose = "the token's own" if "own" in twice else "that of later tokens"
+        instead = "correction_level to token" if twice == {"later"} and knob == "correction" else "correction to none"
+        yield (
+            f"geometry.{knob}",
+            f"'{getattr(geometry, knob)}' weighs by the ratio of trainer to engine, which the advantages of transport "
+            f"'{recipe.transport.use}' hold already ({whose}), and would count twice; set "
+            + (instead if knob == "correction" else "ratio_to to trainer"),
+        )
+    if geometry.correction != "none" and geometry.ratio_to == "engine" and geometry.weighs:
+        yield (
+            "geometry.correction",
+            f"'{geometry.correction}' weighs by trainer over engine, which a ratio to the engine holds already, and "
+            "would count twice; set ratio_to to trainer, which keeps the correction, or correction to none",
+        )
+
+
+# --- what would be for nothing ----------------------------------------------------------------
+def rewards_differ(recipe: Parts) -> Problems:
+    least, greatest = recipe.reward_bounds
+    if least >= greatest:
+        yield "evidence", "all evidence has weight 0, so every reward is the same; give one a weight"
+
+
+def critic_is_used(recipe: Parts) -> Problems:
+    training = recipe.training
+    if recipe.critic is not None and not recipe.needs("values"):
+        yield "critic", f"transport '{recipe.transport.use}' has no use for a critic; set `critic: null`"
+    if recipe.critic is None and training.critic_warmup:
+        yield "training.critic_warmup", "there is no critic to warm up; set it to 0"
+    if recipe.critic is None and training.critic_window > 1:
+        yield "training.critic_window", "there is no critic to remember anything; set it to 1"
+
+
+RULES: tuple[Callable[[Parts], Problems], ...] = (
+    needs_are_met,
+    groups_are_large_enough,
+    truncated_sampling_is_corrected,
+    engines_divide_processes,
+    token_credit_reaches_tokens,
+    responses_are_whitened_as_responses,
+    kl_counts_once,
+    kl_stays_in_the_critics_range,
+    engine_ratio_counts_once,
+    rewards_differ,
+    critic_is_used,
+)

@@ -1,0 +1,140 @@
+"""A run's prompts: which it draws, their token ids, and what becomes of those that are too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cct.errors import TrainingStopped
+from cct.recipe import CRITIC_WARMUP_SEED, Recipe
+from cct.rollout import Prompt, derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+LOOK_AHEAD = 2048  # prompts of an endless stream that are looked at before a run
+EXAMPLES = 3  # of what is found, in a message
+# Prompts drawn at once in place of those that are too long, and for each of these before it is clear that next to none fits.
+AT_ONCE, TRIES = 64, 1000
+
+
+def drawn(recipe: Recipe, bound: int = LOOK_AHEAD) -> list[Prompt]:
+    """Training prompts that the run draws, the critic's warm-up included, in a time that does not grow with its iterations.
+
+    Of a list of problems exactly those that come up, each once; of an endless stream the first `bound`.
+    """
+    training, listed = recipe.training, recipe.task.training()
+    found: dict[int, Prompt] = {}
+    for seed, rounds in (
+        (recipe.seed + CRITIC_WARMUP_SEED, training.critic_warmup),
+        (recipe.seed, training.iterations),
+    ):
+        count = rounds * training.prompts_per_iteration
+        if listed and count >= len(listed):
+            return list(listed)
+        found |= {id(prompt): prompt for prompt in recipe.task.prompts(seed, 0, min(count, len(listed or ()) or bound))}
+    return list(found.values())
+
+
+def training_prompts(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, iteration: int) -> tuple[list[Prompt], int]:
+    """An iteration's prompts, and how many of them were drawn in place of ones that are too long.
+
+    Others come from a stream of the recipe's seed and the iteration, so their number stays and a resumed run draws the same.
+    """
+    first, expected = recipe.prompts(iteration, iteration), recipe.training.prompts_per_iteration
+    if len(first) != expected:
+        raise ValueError(f"it returned {len(first)} prompts; expected {expected}")
+    kept = fitting(recipe, actor, tokenizer, first)
+    missing = len(first) - len(kept)
+    seed, start = derive_seed(recipe.seed, "overlong", iteration), 0
+    while len(kept) < len(first):
+        if start > TRIES * missing:
+            raise TrainingStopped(f"of {start} prompts drawn in place of {missing} that are too long, nearly all are too")
+        kept += fitting(recipe, actor, tokenizer, recipe.task.prompts(seed, start, AT_ONCE))
+        start += AT_ONCE
+    return kept[: len(first)], missing
+
+
+# --- lengths ----------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Lengths:
+    """Prompts as the policy encodes them."""
+
+    tokens: list[tuple[int, ...]]
+    too_long: list[tuple[int, int]]
+    """Number and length of each that leaves no room for a response."""
+    which: str
+    """Which those are, in words; empty where there are none."""
+
+    @property
+    def problem(self) -> str:
+        return f"{self.which}. Lower max_new_tokens, take them out, or leave them out by `generation.overlong: drop`"
+
+
+def measured(recipe: Recipe, tokenizer: Tokenizer, positions: int | None, prompts: Sequence[Prompt]) -> Lengths:
+    """Token ids of the prompts, and which are too long. positions: the model's.
+
+    Raises ValueError for a prompt without tokens, and where the policy cannot encode one.
+    """
+    tokens = [tuple(recipe.policy.encode(tokenizer, prompt.written)) for prompt in prompts]
+    if () in tokens:
+        raise ValueError(f"the prompt {named(prompts[tokens.index(())])} has no tokens; leave it out of the task")
+    limit, room = recipe.generation.limit(positions), recipe.generation.max_new_tokens
+    if limit is None:
+        return Lengths(tokens, [], "")
+    too_long = [(number, len(ids)) for number, ids in enumerate(tokens) if len(ids) + room > limit[0]]
+    if not too_long:
+        return Lengths(tokens, [], "")
+    shown = ", ".join(f"{named(prompts[number])} with {length} tokens" for number, length in too_long[:EXAMPLES])
+    return Lengths(
+        tokens,
+        too_long,
+        f"{len(too_long)} of {len(tokens)} prompts are too long: with generation.max_new_tokens ({room}) they take more than "
+        f"{limit[1]}, e.g. {shown}",
+    )
+
+
+def named(prompt: Prompt) -> str:
+    """A prompt in a message: its place, where it has one, and its beginning."""
+    beginning = repr(prompt.text[:60]) + ("..." if len(prompt.text) > 60 else "")
+    return f"{prompt.place} {beginning}".lstrip()
+
+
+def positions_of(actor: PreTrainedModel) -> int | None:
+    """Tokens that the model has positions for; None where there is no limit."""
+    return getattr(actor.config.get_text_config(), "max_position_embeddings", None)
+
+
+def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
+    """Token ids of the prompts.
+
+    Raises TrainingStopped where there is no room for one and its response, or the model has no embedding for a token of one.
+    """
+    lengths = _lengths(recipe, actor, tokenizer, prompts)
+    if lengths.too_long:
+        raise TrainingStopped(lengths.problem)
+    known = actor.config.get_text_config().vocab_size
+    for prompt, ids in zip(prompts, lengths.tokens, strict=True):
+        if max(ids) >= known:
+            raise TrainingStopped(
+                f"the prompt {prompt.text[:60]!r} has the token {tokenizer.decode([max(ids)])!r} ({max(ids)}), and the model "
+                f"knows tokens up to {known - 1}. Leave it out of the task, or use the model's own tokenizer"
+            )
+    return lengths.tokens
+
+
+def fitting(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts without those that are too long, under `generation.overlong: drop`; else all of them."""
+    if recipe.generation.overlong == "fail" or recipe.environment is not None:  # which says itself what is too long
+        return list(prompts)
+    too_long = {number for number, _ in _lengths(recipe, actor, tokenizer, prompts).too_long}
+    return [prompt for number, prompt in enumerate(prompts) if number not in too_long]
+
+
+def _lengths(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> Lengths:
+    try:
+        return measured(recipe, tokenizer, positions_of(actor), prompts)
+    except ValueError as error:
+        raise TrainingStopped(str(error)) from error
