@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
 from cct.policy import attention_concentration, tappable
-from cct.rollout import Concentration
+from cct.statistic import Concentration
 from cct.training.agent import Agent
 
 from .measure import Result, Table, Target, agree, device, extra_memory, in_turn, mib, number, ratios, spread

@@ -11,7 +11,8 @@ import torch
 
 from cct.critic import critics
 from cct.policy import attention_concentration
-from cct.rollout import Concentration, Trace
+from cct.rollout import Trace
+from cct.statistic import Concentration
 from cct.training.agent import Agent
 from cct.transport.functional import gated_gae
 

@@ -14,7 +14,7 @@ from cct.system.files import NO_ROOM, WriteError
 from cct.system.signals import Interrupted, answered
 from cct.system.terminal import encode_anything, printable, say, say_traceback
 
-AXES = ("task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry")
+AXES = ("task", "policy", "generation", "evidence", "critic", "transport", "gate", "statistic", "geometry")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,7 +16,8 @@ from cct.critic.towers import Head
 from cct.evidence import Evidence
 from cct.geometry import Geometry
 from cct.registry import Component
-from cct.rollout import Credit, TokenEntropy
+from cct.rollout import Credit
+from cct.statistic import TokenEntropy
 from cct.transport import Gate, Transport, gated_gae, group_advantage
 
 RIGHT: list[type[Component]] = []

@@ -14,6 +14,7 @@ LAYERS = [
     ("system",),
     ("registry",),
     ("tensors",),
+    ("statistic",),
     ("rollout", "handover"),
     AXES,
     ("recipe",),
@@ -122,4 +123,4 @@ def test_knobs_need_no_torch(path):
 
 
 def test_every_axis_is_there():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "training", "tools", "system"}
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "statistic", "training", "tools", "system"}

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from cct.policy import Runs, attention_concentration, kernel_of, tap, tappable
-from cct.rollout import Attention, Concentration, HiddenChange, Statistic, TokenEntropy, TokenLogprob
+from cct.statistic import Attention, Concentration, HiddenChange, Statistic, TokenEntropy, TokenLogprob
 from cct.training.agent import Agent
 from cct.training.stopped import TrainingStopped
 

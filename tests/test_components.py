@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 import cct.recipe  # noqa: F401  (registers every axis)
 from cct.critic import Critic
 from cct.registry import REGISTRIES, Component, Knobs
-from cct.rollout import Statistic, TokenEntropy
+from cct.statistic import Statistic, TokenEntropy
 from cct.tools.conformance import AXES, check
 from cct.transport import Gate, Transport, gates, transports
 
@@ -57,6 +57,7 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("gate", "attention"): {"half_life": [16, 256], "layers": [0, -1], "sign": -1, "match_gamma": 0.99, "sinks": 2},
     ("gate", "constant"): {"of": {"use": "attention", "statistic": "renyi2"}},
     ("gate", "entropy"): {"half_life": [16, 256], "sign": -1},
+    ("gate", "statistic"): {"of": {"use": "preplan", "window": 3}, "sign": -1, "slope": 2.0},
     ("gate", "hidden_change"): {"distance": "relative", "layers": "all", "match_gamma": 0.99},
     ("gate", "logprob"): {"low": 0.5, "slope": 3.0},
     ("gate", "mixture"): {"parts": ["entropy", {"use": "turn", "boundary": 0.5}], "weights": [1, 3]},
@@ -136,7 +137,17 @@ def numeric_knobs(cls: type[Knobs]) -> dict[str, Any]:
 
 # --- knobs ----------------------------------------------------------------------------------------
 def test_every_axis_has_a_component():
-    assert set(REGISTRIES) >= {"task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry"}
+    assert set(REGISTRIES) >= {
+        "task",
+        "policy",
+        "generation",
+        "evidence",
+        "critic",
+        "transport",
+        "gate",
+        "statistic",
+        "geometry",
+    }
     assert {axis for axis, _ in SHIPPED} == set(REGISTRIES)
 
 
@@ -288,7 +299,7 @@ ITS_OWN = {"claims", "provides", "unread", "grain"}
 AROUND = [
     (axis, name, "of" if "of" in REGISTRIES[axis][name].model_fields else "parts")
     for axis, name in SHIPPED
-    if {"of", "parts"} & set(REGISTRIES[axis][name].model_fields)
+    if {"of", "parts"} & set(REGISTRIES[axis][name].model_fields) and (axis, name) != ("gate", "statistic")
 ]
 
 

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from torch.testing import assert_close
 
 from cct.geometry import geometries
-from cct.rollout import Credit, Rollout, TokenEntropy
+from cct.rollout import Credit, Rollout
+from cct.statistic import TokenEntropy
 from cct.tools.conformance import check
 from cct.training.agent import Agent
 from cct.transport import Gate, gates, transports

@@ -18,7 +18,8 @@ from cct.critic.towers import Head, Tower
 from cct.evidence import Evidence
 from cct.geometry import Geometry
 from cct.registry import Component
-from cct.rollout import Credit, Rollout, Statistic, TokenEntropy
+from cct.rollout import Credit, Rollout
+from cct.statistic import Statistic, TokenEntropy
 from cct.transport import Gate, Transport, gated_gae, group_advantage
 
 FAULTS: list[tuple[type[Component], str, str]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,10 @@ from cct.critic.towers import Tower
 from cct.handover import read_only
 from cct.policy.attention import attention_concentration, tap
 from cct.policy.head import LOGITS_AT_ONCE, distribution_of, entropy_of, plain_head, reading, token_logprobs
-from cct.rollout import Attention, Concentration, Forward, Statistic, Trace
+from cct.rollout import Trace
+from cct.statistic import Attention, Forward, Statistic
 
 from .stopped import attributed_to
-
-PER_HEAD = Concentration()  # the critic's feature: Shannon, every head by itself
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Agent(nn.Module):
                 entropy,
                 opened.attention,
                 {layer: output.hidden_states[layer + 1].detach() for layer in hidden},
-                self._concentration,
+                concentration,
                 distribution.detach() if distribution is not None else None,
             )
             stats = {name: self._measured(name, what, forward) for name, what in wanted.items()}
@@ -136,9 +136,7 @@ class Agent(nn.Module):
             attention={layer: opened.attention[layer] for layer in critic.reads_attention},
             token_logprobs=nn.functional.pad(logprobs.detach(), to_left),
             entropy=nn.functional.pad(entropy, to_left),
-            concentration={
-                layer: self._concentration(opened.attention[layer], PER_HEAD) for layer in critic.reads_concentration
-            },
+            concentration={layer: concentration(opened.attention[layer]) for layer in critic.reads_concentration},
         )
         raw, values = self.values(trace, width)
         with torch.no_grad():
@@ -165,13 +163,9 @@ class Agent(nn.Module):
                 )
         return measured
 
-    @staticmethod
-    def _concentration(attention: Attention, what: Concentration) -> Tensor:
-        return attention_concentration(
-            attention.query,
-            attention.key,
-            mask=attention.mask,
-            scaling=attention.scaling,
-            statistic=what.statistic,
-            sinks=what.sinks,
-        )
+
+def concentration(attention: Attention, statistic: Literal["shannon", "renyi2", "max"] = "shannon", sinks: int = 0) -> Tensor:
+    """`attention_concentration` of a layer that was tapped, [B, H, S]; by default the critic's feature."""
+    return attention_concentration(
+        attention.query, attention.key, mask=attention.mask, scaling=attention.scaling, statistic=statistic, sinks=sinks
+    )

@@ -18,7 +18,7 @@ from cct.rollout import Credit, Rollout, Trace, derive_seed
 from .agent import Agent
 from .credit import Estimator, random_order
 from .evaluation import evaluate
-from .metrics import rollout_metrics
+from .metrics import rollout_metrics, statistic_metrics
 from .minibatches import Batch, CriticBatch, CriticData, Plan, forward_plans, origin_of, passes, policy_batches
 from .processes import Ranks
 from .sampler import Row, Sampler
@@ -96,6 +96,7 @@ class Loop(Updates):
         clock.begin("transport")
         credit, seen = estimator.credit(rollout, iteration)
         metrics |= rollout_metrics(rollout, seen, credit, scores, recipe.geometry)
+        metrics |= statistic_metrics(rollout, recipe.logging.statistics)
 
         # The critic learns from it, and from iterations before it; then the policy.
         each, seed = len(plan[0]) * training.minibatch_size // len(rows), derive_seed(recipe.seed, "minibatches", iteration)
