@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -12,7 +11,7 @@ from cct.critic import Critic, critics
 from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries
 from cct.policy import Generation, Policy, engines, policies
-from cct.registry import REGISTRIES, Component, Knobs, children
+from cct.registry import REGISTRIES, Component, Knobs, descendants
 from cct.rollout import Prompt
 from cct.statistic import Statistic, statistics
 from cct.system.plain_yaml import index_or_name
@@ -217,13 +216,7 @@ class Recipe(Knobs):
     @property
     def parts(self) -> dict[str, Component]:
         """Every component by its place, gates inside transports and frozen evaluation sets included."""
-
-        def below(knobs: Knobs, place: str = "") -> Iterator[tuple[str, Component]]:
-            for where, part in children(knobs, place):
-                yield where, part
-                yield from below(part, where)
-
-        return dict(below(self))
+        return dict(descendants(self))
 
     @property
     def statistics(self) -> dict[str, Statistic]:

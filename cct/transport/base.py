@@ -22,8 +22,8 @@ class _Reader(Component):
 
     @property
     def statistics(self) -> dict[str, Statistic]:
-        """What the behaviour forward measures for it, by name in `rollout.stats`; by default the statistics among its knobs, and
-        what its children ask for."""
+        """What the behaviour forward measures for it, by its name in `rollout.stats`: by default the statistics among its
+        knobs, and what its children ask for."""
         found: dict[str, Statistic] = {}
         for _, part in children(self):
             found |= {part.name: part} if isinstance(part, Statistic) else getattr(part, "statistics", {})
