@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 
 from cct.agent.agent import Agent
 from cct.policy import attention_concentration, tappable
-from cct.rollout import Concentration
+from cct.statistic import Concentration
 
 from .measure import Result, Table, Target, agree, device, extra_memory, in_turn, mib, number, ratios, spread
 

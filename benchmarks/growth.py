@@ -12,7 +12,8 @@ import torch
 from cct.agent.agent import Agent
 from cct.critic import critics
 from cct.policy import attention_concentration
-from cct.rollout import Concentration, Trace
+from cct.rollout import Trace
+from cct.statistic import Concentration
 from cct.transport.functional import gated_gae
 
 from .concentration import model

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 from cct.agent.agent import Agent
 from cct.critic import critics
 from cct.policy import tappable
-from cct.rollout import Concentration
+from cct.statistic import Concentration
 
 from .measure import Result, Table, device, extra_memory, in_turn, mib, number, ratios, spread
 

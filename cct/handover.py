@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from cct.registry import REGISTRIES, Component, Knobs, described
+from cct.registry import Component, Knobs, descendants, described
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,30 +28,15 @@ class HandoverError(ValueError):
     def message(self, recipe: Knobs | None = None, iteration: int | None = None) -> str:
         """The message; with the place of a nested part in the recipe, `gate 'mine' (transport.gate)`, and the iteration."""
         name = self.part if isinstance(self.part, str) else _named(self.part)
-        place = _place(self.part, recipe) if recipe is not None and isinstance(self.part, Component) else None
+        parts = () if recipe is None else descendants(recipe)
+        place = next((place for place, part in parts if part is self.part), None)
         name = f"{name} ({place})" if place and "." in place else name
         where = "" if iteration is None else f" in iteration {iteration}"
         return self.text.replace("{part}", name).replace("{where}", where)
 
 
 def _named(part: Component) -> str:
-    axis = next((axis for axis, registry in REGISTRIES.items() if isinstance(part, registry.base)), "part")
-    return f"{axis} '{part.use or type(part).__name__}'"
-
-
-def _place(part: Component, within: Any) -> str | None:
-    """`transport.of.gate`: where in these knobs that very part stands."""
-    items: Iterator[tuple[str, Any]] = iter(())
-    if isinstance(within, Knobs):
-        items = ((f".{name}", getattr(within, name)) for name in type(within).model_fields)
-    elif isinstance(within, list | tuple):
-        items = ((f".{number}", value) for number, value in enumerate(within))
-    for name, value in items:
-        if value is part:
-            return name[1:]
-        if (inner := _place(part, value)) is not None:
-            return f"{name}.{inner}"[1:]
-    return None
+    return f"{part.axis or 'part'} '{part.use or type(part).__name__}'"
 
 
 def check(

@@ -9,6 +9,7 @@ from cct.policy import WARM_START_SEED, Shape
 from cct.prompts import drawn, named
 from cct.recipe import Recipe, RecipeError
 from cct.registry import RAISED, error_text, install
+from cct.statistic import Statistic
 from cct.task import Task, same
 from cct.transport import Gate, Transport
 
@@ -91,9 +92,9 @@ def unfit(recipe: Recipe, shape: Shape) -> list[str]:
     """Every part that does not fit a model of this shape."""
     problems: list[str] = []
     for place, part in reversed(recipe.parts.items()):  # a gate before the transport that holds it
-        if isinstance(part, Transport | Gate) and not any(problem.startswith(place) for problem in problems):
+        if isinstance(part, Transport | Gate | Statistic) and not any(problem.startswith(place) for problem in problems):
             try:
-                for statistic in part.statistics.values():
+                for statistic in [part] if isinstance(part, Statistic) else part.statistics.values():
                     statistic.fits(shape.layers, shape.heads)
             except ValueError as error:
                 problems.append(f"{place}: {error}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -14,14 +13,17 @@ from cct.environment import Environment, environments
 from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries
 from cct.policy import Generation, Policy, engines, policies
-from cct.registry import Component, Knobs, children
+from cct.registry import Component, Knobs, descendants
 from cct.rollout import Prompt
+from cct.statistic import Statistic, statistics
 from cct.system.plain_yaml import index_or_name
 from cct.system.terminal import shortened
 from cct.task import Task, tasks
 from cct.transport import Transport, transports
 
 MOST_PROBLEMS, MOST_CHARACTERS = 20, 2000  # of a recipe, and of one of them
+
+AnyStatistic = Annotated[Statistic, statistics]  # under a knob called `statistics`
 
 CRITIC_WARMUP_SEED = 2_000_003  # added to the recipe's for the prompts on which only the critic learns
 
@@ -160,6 +162,9 @@ class Logging(Knobs):
     """Lightning logger; tensorboard needs the extra `.[tensorboard]`."""
     samples: int = Field(8, ge=0, le=1000)
     """Responses per iteration in samples.jsonl."""
+    statistics: list[AnyStatistic] = Field([], max_length=64)
+    """Statistics of the behaviour forward to measure in each iteration, whatever the transport reads: their mean and standard
+    deviation over trainable tokens are the metrics `statistic/NAME/mean` and `/std`, and stored rollouts hold them."""
     rollouts: Literal["auto", "always", "never"] = "auto"
     """Keep what transports read of each iteration in rollouts/, for `cct replay`: auto leaves off for the rest of a run
     whose rollouts would take more than rollouts_mb, always has no limit."""
@@ -215,13 +220,12 @@ class Recipe(Knobs):
     @property
     def parts(self) -> dict[str, Component]:
         """Every component by its place, gates inside transports and frozen evaluation sets included."""
+        return dict(descendants(self))
 
-        def below(knobs: Knobs, place: str = "") -> Iterator[tuple[str, Component]]:
-            for where, part in children(knobs, place):
-                yield where, part
-                yield from below(part, where)
-
-        return dict(below(self))
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        """What the behaviour forward measures, by its name in `Rollout.stats`: for the metrics and for the transport."""
+        return {what.name: what for what in self.logging.statistics} | self.transport.statistics
 
     @property
     def reward_bounds(self) -> tuple[float, float]:

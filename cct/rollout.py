@@ -1,4 +1,4 @@
-"""The values that flow: `Prompt`, `Response`, `Rollout`, `Trace` and `Credit`; and the statistics asked of a forward.
+"""The values that flow: `Prompt`, `Response`, `Rollout`, `Trace` and `Credit`.
 
 Shape legend, used as name suffixes everywhere:
     B  responses            T  response positions (right-padded)
@@ -11,17 +11,14 @@ token t, so it knows tokens before t only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
-
-from pydantic import Field
-
-from cct.registry import Knobs
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from cct.statistic.forward import Attention
 
 
 # One turn of a conversation: its role and its content; a tool's result also names the call it answers.
@@ -85,195 +82,6 @@ class Response:
     """Per token, of the distribution that the engine drew it from; empty where greedy."""
     turns: tuple[Turn, ...] = ()
     """Of an episode; empty without an environment."""
-
-
-class Statistic(Knobs):
-    """A detached number per response token that a part asks the behaviour forward for.
-
-    A gate's must know nothing of token t: read it at the position that emits t (`forward.emitting`), or of the
-    distribution that t is drawn from. One that looks at t or beyond is for reweighting advantages only.
-    """
-
-    layers: Literal["last_half", "last_quarter", "all"] | tuple[int, ...] = "last_half"
-    """Layers read, where it reads any; indices may be negative."""
-
-    reads: ClassVar[frozenset[str]] = frozenset()
-    """What the forward must leave behind: `attention` and `hidden_states` of its layers, the `distribution`."""
-
-    def measure(self, forward: Forward) -> Tensor:
-        """[B, T] for the response tokens; entries at padding do not matter."""
-        raise NotImplementedError
-
-    def layer_indices(self, n_layers: int) -> list[int]:
-        """Indices in [0, n_layers). Raises ValueError where one does not exist."""
-        if self.layers == "all":
-            return list(range(n_layers))
-        if self.layers == "last_half":
-            return list(range(n_layers // 2, n_layers))
-        if self.layers == "last_quarter":
-            return list(range(n_layers - max(1, n_layers // 4), n_layers))
-        bad = [i for i in self.layers if not -n_layers <= i < n_layers]
-        if bad or not self.layers:
-            raise ValueError(f"layers {list(self.layers)} do not fit a model of {n_layers} layers")
-        return sorted({i % n_layers for i in self.layers})
-
-    def fits(self, n_layers: int, n_heads: int) -> None:
-        """Raises ValueError where the model has no such layers or heads."""
-        self.layer_indices(n_layers)
-
-    @property
-    def layers_name(self) -> str:
-        """The layers as part of a name in `Rollout.stats`."""
-        return self.layers if isinstance(self.layers, str) else "+".join(map(str, self.layers))
-
-
-class Concentration(Statistic):
-    """How concentrated the attention of the query that emits a token is, averaged over heads and layers.
-
-    1 - H(p) / log n over the n visible keys for the two entropies; the largest p itself for `max`.
-    """
-
-    statistic: Literal["shannon", "renyi2", "max"] = "shannon"
-    """Shannon's entropy H, Renyi's of order 2 (-log sum p^2), or the largest attention probability."""
-    sinks: int = Field(0, ge=0, le=64)
-    """Leading keys left out (attention sinks); the rest is renormalised."""
-    heads: Literal["all"] | tuple[Annotated[int, Field(ge=0)], ...] = "all"
-    """Query heads averaged over, the same in every layer."""
-
-    reads: ClassVar[frozenset[str]] = frozenset({"attention"})
-
-    def fits(self, n_layers: int, n_heads: int) -> None:
-        super().fits(n_layers, n_heads)
-        if self.heads != "all" and (not self.heads or max(self.heads) >= n_heads):
-            raise ValueError(f"heads {list(self.heads)} do not fit a model of {n_heads} attention heads")
-
-    def measure(self, forward: Forward) -> Tensor:
-        import torch
-
-        per_layer = []
-        for layer in self.layer_indices(forward.n_layers):
-            per_head = forward.concentration(forward.attention[layer], self)
-            chosen = per_head if self.heads == "all" else per_head[:, list(self.heads)]
-            per_layer.append(chosen.mean(1))
-        return forward.emitting(torch.stack(per_layer).mean(0))
-
-
-class TokenEntropy(Statistic):
-    """Entropy, in nats, of the distribution that token t was drawn from."""
-
-    def measure(self, forward: Forward) -> Tensor:
-        return forward.entropy
-
-
-class TokenLogprob(Statistic):
-    """Log-probability of token t itself: it knows t, so a gate may use it for later tokens only."""
-
-    def measure(self, forward: Forward) -> Tensor:
-        return forward.logprobs
-
-
-class HiddenChange(Statistic):
-    """How far the hidden state that emits token t is from the one before it, mean over layers; 0 where there is none before."""
-
-    distance: Literal["cosine", "relative"] = "cosine"
-    """1 - cosine, or the norm of the difference over the norm of the earlier state."""
-
-    reads: ClassVar[frozenset[str]] = frozenset({"hidden_states"})
-
-    def measure(self, forward: Forward) -> Tensor:
-        import torch
-
-        changes = []
-        for layer in self.layer_indices(forward.n_layers):
-            state = forward.hidden_states[layer].float()
-            before, here = state[:, :-1], state[:, 1:]
-            if self.distance == "cosine":
-                change = 1 - torch.nn.functional.cosine_similarity(before, here, dim=-1)
-            else:
-                change = (here - before).norm(dim=-1) / before.norm(dim=-1).clamp(min=1e-6)
-            changes.append(torch.nn.functional.pad(change, (1, 0)))
-        there_is_one = torch.nn.functional.pad(forward.attention_mask[:, :-1], (1, 0)).bool()
-        return forward.emitting(torch.stack(changes).mean(0).masked_fill(~there_is_one, 0.0))
-
-
-# Queries at once wherever attention is written out: bounds extra memory to H * 256 * S per sequence.
-QUERY_BLOCK = 256
-
-
-@dataclass
-class Attention:
-    """Queries and keys of one layer as the kernel saw them, detached: enough to attend once more."""
-
-    query: Tensor  # [B, H, S, head_dim]
-    key: Tensor  # [B, H_kv, S, head_dim]
-    mask: Tensor | None  # bool or additive [B, 1, S, S]; None means plain causal
-    scaling: float
-
-    def blocks(self, size: int = QUERY_BLOCK, start: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        """The attention probabilities, `size` queries at a time: (queries, [B, H, size, S]), float32, detached.
-
-        Never more than H * size * S numbers a sequence. A query that sees no key has zeros. start: the first query.
-        """
-        import torch
-
-        length = self.query.shape[2]
-        position = torch.arange(length, device=self.query.device)
-        for first in range(start, length, size):
-            rows = slice(first, min(first + size, length))
-            mask = position <= position[rows].unsqueeze(1) if self.mask is None else self.mask[:, :, rows]
-            yield rows, self._probabilities(self.query[:, :, rows], mask)
-
-    def of_query(self, position: Tensor) -> Tensor:
-        """The attention of one query per sequence, [B] of positions, over the keys: [B, H, S], float32, detached."""
-        import torch
-
-        batch = torch.arange(len(position), device=position.device)
-        if self.mask is None:
-            keys = torch.arange(self.query.shape[2], device=position.device)
-            mask = (keys <= position.unsqueeze(1))[:, None, None]
-        else:
-            mask = self.mask.expand(len(position), -1, -1, -1)[batch, :, position].unsqueeze(2)
-        return self._probabilities(self.query[batch, :, position].unsqueeze(2), mask).squeeze(2)
-
-    def _probabilities(self, query: Tensor, mask: Tensor) -> Tensor:
-        import torch
-
-        with torch.no_grad():
-            key = self.key.float().repeat_interleave(query.shape[1] // self.key.shape[1], dim=1)
-            logits = query.float() @ key.transpose(-1, -2) * self.scaling
-            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
-            return logits.softmax(-1).nan_to_num(0.0)
-
-
-@dataclass
-class Forward:
-    """One forward of the actor as a `Statistic` sees it, detached."""
-
-    input_ids: Tensor  # [B, S]
-    attention_mask: Tensor  # [B, S], 1 = token
-    width: int  # T
-    n_layers: int
-    logprobs: Tensor  # [B, T] of token t in it
-    entropy: Tensor  # [B, T] of it
-    attention: dict[int, Attention]  # layer -> queries and keys, of the layers asked for
-    hidden_states: dict[int, Tensor]  # layer -> [B, S, D] after that layer, of the layers asked for
-    concentration: Callable[[Attention, Concentration], Tensor]  # [B, H, S], each query's
-    all_logprobs: Tensor | None = None
-
-    @property
-    def distribution(self) -> Tensor:
-        """[B, T, V], the log-probabilities that token t was drawn from. Raises ValueError where no statistic reads them."""
-        if self.all_logprobs is None:
-            raise ValueError("the distribution was not kept: a statistic that uses it says reads = frozenset({'distribution'})")
-        return self.all_logprobs
-
-    def emitting(self, x: Tensor) -> Tensor:
-        """[B, S, ...] by position, as [B, T, ...] at the positions that emit the response's tokens."""
-        return x[:, -self.width - 1 : -1]
-
-    def emitted(self, x: Tensor) -> Tensor:
-        """[B, S, ...] by position, as [B, T, ...] at the response's tokens themselves."""
-        return x[:, -self.width :]
 
 
 @dataclass

@@ -16,7 +16,8 @@ from cct.critic.towers import Head
 from cct.evidence import Evidence
 from cct.geometry import Geometry
 from cct.registry import Component
-from cct.rollout import Credit, TokenEntropy
+from cct.rollout import Credit
+from cct.statistic import Statistic, TokenEntropy
 from cct.transport import Gate, Transport, gated_gae, group_advantage
 
 RIGHT: list[type[Component]] = []
@@ -307,3 +308,25 @@ class AllAtOnce(Evidence):
 
     def judge_batch(self, prompts, responses):
         return numpy.array([response.finished for response in responses], dtype=float).tolist()
+
+
+# --- statistics -----------------------------------------------------------------------------------
+@right
+class OfTheLastLayer(Statistic):
+    """Reads every layer, without a knob for it."""
+
+    reads: ClassVar = frozenset({"hidden_states"})
+
+    def measure(self, forward):
+        return forward.emitting(forward.hidden_states[forward.n_layers - 1].norm(dim=-1))
+
+
+@right
+class EntropyOfTheRest(Statistic):
+    """Mean entropy from here to the end of the response."""
+
+    knows = "response"
+
+    def measure(self, forward):
+        seen = forward.emitted(forward.attention_mask)
+        return (forward.entropy * seen).flip(1).cumsum(1).flip(1) / seen.flip(1).cumsum(1).flip(1).clamp(min=1)

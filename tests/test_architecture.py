@@ -14,6 +14,7 @@ LAYERS = [
     ("system", "metrics"),
     ("registry",),
     ("tensors",),
+    ("statistic",),
     ("rollout", "handover"),
     AXES,
     ("environment",),
@@ -169,4 +170,11 @@ def test_files_of_a_run_are_named_in_one_place():
 
 
 def test_every_axis_is_there():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "agent", "training", "tools", "system"}
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {
+        *AXES,
+        "agent",
+        "statistic",
+        "training",
+        "tools",
+        "system",
+    }

@@ -26,7 +26,7 @@ from transformers import (
 from cct.agent.agent import Agent
 from cct.errors import TrainingStopped
 from cct.policy import Runs, attention_concentration, kernel_of, tap, tappable
-from cct.rollout import Attention, Concentration, HiddenChange, Statistic, TokenEntropy, TokenLogprob
+from cct.statistic import Attention, Concentration, HiddenChange, Statistic, TokenEntropy, TokenLogprob
 
 LOWEST = torch.finfo(torch.float32).min
 PROMPTS, RESPONSES = [[3, 4, 5, 6, 7], [8], [9, 10, 11]], [[12, 13, 14, 15], [16, 17, 18, 19, 3, 4, 1], [5]]

@@ -16,7 +16,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 import cct.recipe  # noqa: F401  (registers every axis)
 from cct.critic import Critic
 from cct.registry import REGISTRIES, Component, Knobs
-from cct.rollout import Statistic, TokenEntropy
+from cct.statistic import Statistic, TokenEntropy
 from cct.tools.conformance import AXES, check
 from cct.transport import Gate, Transport, gates, transports
 
@@ -57,6 +57,7 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("gate", "attention"): {"half_life": [16, 256], "layers": [0, -1], "sign": -1, "match_gamma": 0.99, "sinks": 2},
     ("gate", "constant"): {"of": {"use": "attention", "statistic": "renyi2"}},
     ("gate", "entropy"): {"half_life": [16, 256], "sign": -1},
+    ("gate", "statistic"): {"of": {"use": "preplan", "window": 3}, "sign": -1, "slope": 2.0},
     ("gate", "hidden_change"): {"distance": "relative", "layers": "all", "match_gamma": 0.99},
     ("gate", "logprob"): {"low": 0.5, "slope": 3.0},
     ("gate", "mixture"): {"parts": ["entropy", {"use": "turn", "boundary": 0.5}], "weights": [1, 3]},
@@ -74,6 +75,11 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("task", "datasets"): {"preset": "gsm8k", "split": "train[100:]", "limit": 5},
     ("task", "parquet"): {"path": "a", "held_out_path": "b", "template": "{q}?", "answer_pattern": "#(.*)"},
     ("task", "reasoning_gym"): {"datasets": [{"name": "gcd", "weight": 2}, {"name": "lcm", "config": {"max_value": 9}}]},
+    ("statistic", "anchor"): {"near": 1, "far": 2, "layers": [0]},
+    ("statistic", "concentration"): {"statistic": "max", "heads": [0, 3], "layers": [-1]},
+    ("statistic", "hidden_change"): {"distance": "relative", "layers": "all"},
+    ("statistic", "outcome_attention"): {"layers": "all"},
+    ("statistic", "preplan"): {"window": 2, "layers": "last_quarter"},
     ("transport", "abc"): {"beta": 1.0, "layers": "all", "lam": 0.9, "gap": "cut"},
     ("transport", "bi_level_gae"): {"gamma": 0.9, "lam": 0.8, "gamma_turn": 0.7, "lam_turn": 0.6, "lam_value": 0.5},
     ("transport", "comp_gae"): {"gate": {"use": "swap"}, "gap": "cut", "lam": 0.5, "whiten": False},
@@ -136,7 +142,17 @@ def numeric_knobs(cls: type[Knobs]) -> dict[str, Any]:
 
 # --- knobs ----------------------------------------------------------------------------------------
 def test_every_axis_has_a_component():
-    assert set(REGISTRIES) >= {"task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry"}
+    assert set(REGISTRIES) >= {
+        "task",
+        "policy",
+        "generation",
+        "evidence",
+        "critic",
+        "transport",
+        "gate",
+        "statistic",
+        "geometry",
+    }
     assert {axis for axis, _ in SHIPPED} == set(REGISTRIES)
 
 
@@ -204,6 +220,10 @@ def test_it_comes_back_from_its_dump(axis, name):
 @each_component
 def test_it_takes_no_unknown_key(axis, name):
     dump = make(axis, name).model_dump(mode="json")
+    if not type(make(axis, name)).model_fields:
+        with pytest.raises(ValidationError, match="no key is called 'other'"):
+            read(axis, {**dump, "other": 1})
+        return
     knob = next(iter(type(make(axis, name)).model_fields))
     with pytest.raises(ValidationError, match=f"did you mean '{knob}'"):
         read(axis, {**dump, knob + "s": 1})
@@ -288,7 +308,7 @@ ITS_OWN = {"claims", "provides", "unread", "grain"}
 AROUND = [
     (axis, name, "of" if "of" in REGISTRIES[axis][name].model_fields else "parts")
     for axis, name in SHIPPED
-    if {"of", "parts"} & set(REGISTRIES[axis][name].model_fields)
+    if {"of", "parts"} & set(REGISTRIES[axis][name].model_fields) and (axis, name) != ("gate", "statistic")
 ]
 
 

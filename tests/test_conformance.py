@@ -24,6 +24,7 @@ from cct.geometry import Geometry
 from cct.geometry.functional import ppo_clip_loss
 from cct.registry import Component
 from cct.rollout import Credit, Rollout
+from cct.statistic import Statistic, TokenEntropy
 from cct.tools.conformance import check, properties
 from cct.transport import Gate, Transport, gates, transports, whiten
 
@@ -425,13 +426,14 @@ FAULTS: list[tuple[type[Component], str, str]] = [
 FAULTS += wrong_operators.FAULTS
 # What is wrong at one place is wrong at others: a form at every size, a sign wherever anything is pushed.
 ALSO = {
-    "form": {"noise", "short", "length", "extreme", "batch"},
+    "form": {"noise", "short", "length", "extreme", "batch", "known", "padding", "split"},
+    "known": {"padding"},
     "better": {"bootstrap"},
     "bootstrap": {"targets"},
     "clip": {"weight"},
     "moves": {"clip", "weight"},
     "future": {"measured", "padding"},
-    "split": {"future", "moves"},
+    "split": {"future", "moves", "known", "padding"},
     "gap": {"garbage"},
     "padding": {"split"},
     "precision": {"extreme"},
@@ -459,9 +461,9 @@ def test_every_property_that_can_fail_has_a_planted_fault():
     """Of each axis; but those that are there to say why they do not apply."""
     planted = {
         axis: {name for fault, name, _ in FAULTS if issubclass(fault, axis)}
-        for axis in (Transport, Gate, Geometry, Critic, Evidence)
+        for axis in (Transport, Gate, Statistic, Geometry, Critic, Evidence)
     }
-    for operator in (Plain(), AmplifiesCredit(), wrong_operators.RatioTwice(), TeachesTheActor(), Moody()):
+    for operator in (Plain(), AmplifiesCredit(), TokenEntropy(), wrong_operators.RatioTwice(), TeachesTheActor(), Moody()):
         axis = next(axis for axis in planted if isinstance(operator, axis))
         shared = set().union(*(names for other, names in planted.items() if {axis, other} <= {Transport, Gate}))
         names = {each.name for each in properties(operator) if not each.excused(operator).startswith("the actor's padding")}
@@ -554,7 +556,7 @@ def test_the_verdicts_are_the_same_every_time():
 
 
 def test_every_property_has_a_name_of_its_own():
-    for operator in (Plain(), AmplifiesCredit(), OwnMean(), TeachesTheActor(), Moody()):
+    for operator in (Plain(), AmplifiesCredit(), TokenEntropy(), OwnMean(), TeachesTheActor(), Moody()):
         names = [each.name for each in properties(operator)]
         assert len(names) == len(set(names)) and all(each.says for each in properties(operator))
 

@@ -17,7 +17,8 @@ from torch.testing import assert_close
 
 from cct.agent.agent import Agent
 from cct.geometry import geometries
-from cct.rollout import Credit, Rollout, TokenEntropy
+from cct.rollout import Credit, Rollout
+from cct.statistic import TokenEntropy
 from cct.tools.conformance import check
 from cct.transport import Gate, gates, transports
 

@@ -21,7 +21,8 @@ from cct.evidence import Evidence
 from cct.evidence.base import plain
 from cct.geometry.ppo_clip import PPOClip
 from cct.handover import HandoverError, check, read_only
-from cct.rollout import Credit, Prompt, Response, TokenEntropy
+from cct.rollout import Credit, Prompt, Response
+from cct.statistic import TokenEntropy
 from cct.system.signals import Interrupted
 from cct.training.evaluation import evaluate
 from cct.training.judge import judge

@@ -117,7 +117,8 @@ def test_the_recipe_of_another_run_is_refused_in_one_line(finished, tmp_path, ca
 BROKEN = '''
 from cct.critic import Critic
 from cct.geometry import Geometry, geometries
-from cct.rollout import Credit, TokenEntropy
+from cct.rollout import Credit
+from cct.statistic import TokenEntropy
 from cct.transport import Gate, Transport, gates, transports
 import torch
 

@@ -5,6 +5,7 @@ Made part by part: flip a sign, drop a term, shift by one, take the wrong mask o
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from typing import ClassVar
@@ -18,7 +19,8 @@ from cct.critic.towers import Head, Tower
 from cct.evidence import Evidence
 from cct.geometry import Geometry
 from cct.registry import Component
-from cct.rollout import Credit, Rollout, Statistic, TokenEntropy
+from cct.rollout import Credit, Rollout
+from cct.statistic import Statistic, TokenEntropy
 from cct.transport import Gate, Transport, gated_gae, group_advantage
 
 FAULTS: list[tuple[type[Component], str, str]] = []
@@ -512,6 +514,47 @@ class OfTheToken(Statistic):
 class OfThePosition(Statistic):
     def measure(self, forward):
         return forward.emitting(torch.arange(forward.input_ids.shape[1]).expand_as(forward.input_ids)).float()
+
+
+@fault("determinism", "called again")
+class OfChance(Statistic):
+    count: ClassVar = itertools.count()
+
+    def measure(self, forward):
+        return forward.entropy + next(self.count)
+
+
+@fault("form", "not finite")
+class LogOfZero(Statistic):
+    def measure(self, forward):
+        return (forward.emitting(forward.input_ids) - 3).float().log()
+
+
+@fault("known", "with other tokens from 0 on")
+class KnowsTheToken(Statistic):
+    def measure(self, forward):
+        return forward.logprobs
+
+
+@fault("known", "with other tokens")
+class KnowsTheNextToken(Statistic):
+    knows = "token"
+
+    def measure(self, forward):
+        return forward.emitted(forward.input_ids).float().roll(-1, 1)
+
+
+@fault("padding", "positions of padding")
+class MeasuresPositions(OfThePosition):
+    pass
+
+
+@fault("split", "alone in a forward")
+class ComparesResponses(Statistic):
+    knows = "response"
+
+    def measure(self, forward):
+        return forward.entropy - forward.entropy.mean()
 
 
 class _Measures(_Gate):

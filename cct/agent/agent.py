@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,8 @@ from cct.errors import attributed_to
 from cct.handover import read_only
 from cct.policy.attention import attention_concentration, tap
 from cct.policy.head import LOGITS_AT_ONCE, distribution_of, entropy_of, plain_head, reading, token_logprobs
-from cct.rollout import Attention, Concentration, Forward, Statistic, Trace
-
-PER_HEAD = Concentration()  # the critic's feature: Shannon, every head by itself
+from cct.rollout import Trace
+from cct.statistic import Attention, Forward, Statistic
 
 
 @dataclass
@@ -78,30 +79,23 @@ class Agent(nn.Module):
         statistics: what to measure, by name. with_critic: leave a trace and the critic's values.
         """
         critic = self.critic if with_critic else None
-        n_layers = self.actor.config.get_text_config().num_hidden_layers
-        wanted, tokens, head = statistics or {}, input_ids[:, -width:], self._head[0]
-        whole = head is None or any("distribution" in one.reads for one in wanted.values())
+        wanted, n_layers = statistics or {}, self.actor.config.get_text_config().num_hidden_layers
+        layers = {what: _layers_of(wanted, what, n_layers) for what in ("attention", "hidden_states")}
+        of_critic = (critic.reads_attention, critic.reads_hidden) if critic is not None else ((), ())
+        head, tokens = self._head[0], input_ids[:, -width:]
+        whole = head is None or any("distribution" in what.reads for what in wanted.values())
         of_tokens = (
             nullcontext()
             if whole or head is None
             else reading(head, tokens, self.temperature, entropy=with_entropy, at_once=self.logits_at_once)
         )
-
-        def read(what: str) -> set[int]:
-            """Layers that the statistics read this of."""
-            return {layer for one in wanted.values() if what in one.reads for layer in one.layer_indices(n_layers)}
-
-        layers, hidden = read("attention"), read("hidden_states")
-        if critic is not None:
-            layers |= set(critic.reads_attention)
-        position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-        with tap(self.actor, layers) as opened, self._precision(input_ids), of_tokens:
+        with tap(self.actor, layers["attention"] | {*of_critic[0]}) as opened, self._precision(input_ids), of_tokens:
             output = self.actor(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                position_ids=position_ids,
+                position_ids=(attention_mask.cumsum(1) - 1).clamp(min=0),
                 use_cache=False,
-                output_hidden_states=bool(hidden) or (critic is not None and bool(critic.reads_hidden)),
+                output_hidden_states=bool(layers["hidden_states"]) or bool(of_critic[1]),
                 logits_to_keep=width + 1,
             )
         distribution = distribution_of(output.logits[:, :-1], self.temperature) if whole else None
@@ -110,7 +104,7 @@ class Agent(nn.Module):
             if distribution is None
             else (token_logprobs(distribution, tokens), entropy_of(distribution))
         )
-        entropy = entropy.detach()
+        read = Reading(logprobs, entropy.detach())
         with torch.no_grad():
             forward = Forward(
                 input_ids,
@@ -118,32 +112,33 @@ class Agent(nn.Module):
                 width,
                 n_layers,
                 logprobs.detach(),
-                entropy,
+                read.entropy,
                 opened.attention,
-                {layer: output.hidden_states[layer + 1].detach() for layer in hidden},
-                self._concentration,
+                {layer: output.hidden_states[layer + 1].detach() for layer in layers["hidden_states"]},
+                concentration,
                 distribution.detach() if distribution is not None else None,
             )
-            stats = {name: self._measured(name, what, forward) for name, what in wanted.items()}
-        if critic is None:
-            return Reading(logprobs, entropy, stats=stats)
-        to_left = (input_ids.shape[1] - width, 0)
-        trace = Trace(
-            input_ids,
-            attention_mask,
-            hidden_states={layer: output.hidden_states[layer].detach() for layer in critic.reads_hidden},
-            attention={layer: opened.attention[layer] for layer in critic.reads_attention},
-            token_logprobs=nn.functional.pad(logprobs.detach(), to_left),
-            entropy=nn.functional.pad(entropy, to_left),
-            concentration={
-                layer: self._concentration(opened.attention[layer], PER_HEAD) for layer in critic.reads_concentration
-            },
+            read.stats = {name: self._measured(name, what, forward) for name, what in wanted.items()}
+        if critic is not None:
+            self._add_values(read, critic, forward, output.hidden_states)
+        return read
+
+    def _add_values(self, read: Reading, critic: Tower, forward: Forward, hidden_states: Sequence[Tensor]) -> None:
+        """The critic's values and statistics, and the trace that they were read from."""
+        to_left = (forward.input_ids.shape[1] - forward.width, 0)
+        read.trace = trace = Trace(
+            forward.input_ids,
+            forward.attention_mask,
+            hidden_states={layer: hidden_states[layer].detach() for layer in critic.reads_hidden},
+            attention={layer: forward.attention[layer] for layer in critic.reads_attention},
+            token_logprobs=nn.functional.pad(forward.logprobs, to_left),
+            entropy=nn.functional.pad(forward.entropy, to_left),
+            concentration={layer: concentration(forward.attention[layer]) for layer in critic.reads_concentration},
         )
-        raw, values = self.values(trace, width)
+        raw, read.values = self.values(trace, forward.width)
         with torch.no_grad():
             trace.values = critic.head.members(raw)
-            stats |= {name: statistic[:, :-1] for name, statistic in critic.head.statistics(raw).items()}
-        return Reading(logprobs, entropy, values, stats, trace)
+            read.stats |= {name: statistic[:, :-1] for name, statistic in critic.head.statistics(raw).items()}
 
     def values(self, trace: Trace, width: int) -> tuple[Tensor, Tensor]:
         """The critic's raw outputs and values on a trace, [B, width + 1 (, ...)]; index t is read before token t."""
@@ -164,13 +159,14 @@ class Agent(nn.Module):
                 )
         return measured
 
-    @staticmethod
-    def _concentration(attention: Attention, what: Concentration) -> Tensor:
-        return attention_concentration(
-            attention.query,
-            attention.key,
-            mask=attention.mask,
-            scaling=attention.scaling,
-            statistic=what.statistic,
-            sinks=what.sinks,
-        )
+
+def _layers_of(wanted: Mapping[str, Statistic], what: str, n_layers: int) -> set[int]:
+    """Layers whose `attention` or `hidden_states` the statistics read."""
+    return {layer for one in wanted.values() if what in one.reads for layer in one.layer_indices(n_layers)}
+
+
+def concentration(attention: Attention, statistic: Literal["shannon", "renyi2", "max"] = "shannon", sinks: int = 0) -> Tensor:
+    """`attention_concentration` of a layer that was tapped, [B, H, S]; by default the critic's feature."""
+    return attention_concentration(
+        attention.query, attention.key, mask=attention.mask, scaling=attention.scaling, statistic=statistic, sinks=sinks
+    )

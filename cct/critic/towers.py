@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from cct.rollout import Attention, Trace
+from cct.rollout import Trace
+from cct.statistic.forward import Attention
 
 from .functional import PAD_BINS, SIGMA_IN_BINS, hl_gauss, two_hot
 

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cct.rollout import QUERY_BLOCK, Attention
+from cct.statistic.forward import QUERY_BLOCK, Attention
 from cct.tensors import as_mask
 
 # An additive mask at or below this hides a key: its probability is 0 in float32 beside any logit that models have.

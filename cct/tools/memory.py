@@ -137,7 +137,7 @@ def footprint(recipe: Recipe, config: Any, prompt: int, *, accumulates: bool) ->
         attention_mask = torch.ones_like(ids)
         passes = {}
         with torch.no_grad(), Live(text.vocab_size) as live:
-            reading = agent(ids, attention_mask, width, statistics=recipe.transport.statistics, with_critic=True)
+            reading = agent(ids, attention_mask, width, statistics=recipe.statistics, with_critic=True)
             passes["read"] = live.closing()
         if critic is not None and reading.trace is not None:
             with Live(text.vocab_size) as live:

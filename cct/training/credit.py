@@ -59,7 +59,7 @@ class Estimator:
     def reads(self) -> bool:
         """Whether the behaviour forward says something that neither the update's own forward nor the engine does."""
         recipe, geometry, training = self.recipe, self.recipe.geometry, self.recipe.training
-        if recipe.transport.reads_policy or recipe.critic is not None or self.reference is not None:
+        if recipe.statistics or recipe.transport.reads_policy or recipe.critic is not None or self.reference is not None:
             return True
         responses = training.epochs * training.prompts_per_iteration * training.responses_per_prompt
         single_step = responses == training.minibatch_size and not geometry.marks
@@ -175,9 +175,7 @@ class Estimator:
         for rows, _ in map(or_any, plan[ranks.rank]):
             columns, narrow = trimmed(rollout, rows)
             ids, attention_mask = rollout.input_ids[rows, columns], rollout.attention_mask[rows, columns]
-            readings.append(
-                self.agent(ids, attention_mask, narrow, statistics=self.recipe.transport.statistics, with_critic=True)
-            )
+            readings.append(self.agent(ids, attention_mask, narrow, statistics=self.recipe.statistics, with_critic=True))
             if self.reference is not None:
                 reference.append(self.reference(ids, attention_mask, narrow, with_entropy=False).logprobs)
         shares = [torch.tensor([row for rows in of_rank for row in rows]) for of_rank in plan]
@@ -210,9 +208,7 @@ class Estimator:
             "policy (entropy)": rollout.stats.get("entropy"),
             "reference policy (log-probabilities)": rollout.reference_logprobs,
         }
-        given |= {
-            f"statistic '{name}' ({type(x).__name__})": rollout.stats[name] for name, x in recipe.transport.statistics.items()
-        }
+        given |= {f"statistic '{name}' ({type(x).__name__})": rollout.stats[name] for name, x in recipe.statistics.items()}
         with attributed_to("policy", iteration):
             for part, numbers in given.items():
                 if numbers is not None:
@@ -266,7 +262,7 @@ class Estimator:
 
     def remember(self, rollout: Rollout) -> None:
         """Let an iteration that is over count in the running moments of later ones."""
-        for name in self.recipe.transport.statistics:
+        for name in self.recipe.statistics:
             new = tuple(float(x) for x in masked_mean_std(rollout.stats[name], rollout.mask))
             old = self.moments.get(name, new)
             self.moments[name] = tuple(MOMENTS_DECAY * o + (1 - MOMENTS_DECAY) * n for o, n in zip(old, new, strict=True))  # type: ignore[assignment]

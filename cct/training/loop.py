@@ -19,7 +19,7 @@ from cct.rollout import Credit, Rollout, Trace, derive_seed
 
 from .credit import Estimator, random_order
 from .evaluation import evaluate
-from .metrics import rollout_metrics
+from .metrics import rollout_metrics, statistic_metrics
 from .minibatches import Batch, CriticBatch, CriticData, Plan, forward_plans, origin_of, passes, policy_batches
 from .processes import Ranks
 from .rows import Row, episode_metrics
@@ -98,6 +98,7 @@ class Loop(Updates):
         clock.begin("transport")
         credit, seen = estimator.credit(rollout, iteration)
         metrics |= rollout_metrics(rollout, seen, credit, scores, recipe.geometry) | episode_metrics(rows)
+        metrics |= statistic_metrics(rollout, recipe.logging.statistics)
 
         # The critic learns from it, and from iterations before it; then the policy.
         each, seed = len(plan[0]) // len(cuts), derive_seed(recipe.seed, "minibatches", iteration)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from cct.geometry import Geometry
 from cct.rollout import Credit, Rollout
+from cct.statistic import Statistic
 from cct.transport.functional import explained_variance, explained_variance_within, gated_gae, masked_mean_std
 
 from .minibatches import correction
@@ -55,3 +58,13 @@ def rollout_metrics(rollout: Rollout, seen: Rollout, credit: Credit, scores: Ten
     if "value_disagreement" in rollout.stats:
         metrics["critic/disagreement"] = mean(rollout.stats["value_disagreement"])
     return metrics
+
+
+def statistic_metrics(rollout: Rollout, asked: Iterable[Statistic]) -> dict[str, float]:
+    """`statistic/NAME/mean` and `/std` of each, over trainable tokens."""
+    found = {what.name: masked_mean_std(rollout.stats[what.name], rollout.mask) for what in asked}
+    return {
+        f"statistic/{name}/{moment}": float(x)
+        for name, moments in found.items()
+        for moment, x in zip(("mean", "std"), moments, strict=True)
+    }

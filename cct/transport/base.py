@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from cct.handover import HandoverError, check, read_only
 from cct.registry import Component, Registry, children, described
 from cct.rollout import Credit, RatioScope
+from cct.statistic import Statistic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from cct.rollout import Rollout, Statistic
+    from cct.rollout import Rollout
 
 
 class _Reader(Component):
@@ -21,9 +22,17 @@ class _Reader(Component):
 
     @property
     def statistics(self) -> dict[str, Statistic]:
-        """What to measure in the behaviour forward, by its name in `rollout.stats`; by default what its children ask for."""
-        asking = [part for _, part in children(self) if isinstance(part, _Reader)]
-        return {name: what for part in asking for name, what in part.statistics.items()}
+        """What the behaviour forward measures for it, by its name in `rollout.stats`: by default the statistics among its
+        knobs, and what its children ask for."""
+        found: dict[str, Statistic] = {}
+        for _, part in children(self):
+            found |= {part.name: part} if isinstance(part, Statistic) else getattr(part, "statistics", {})
+        return found
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What another part of the recipe must provide: by default what its children and its statistics need."""
+        return super().needs.union(*(what.needs for what in self.statistics.values()))
 
 
 class Transport(_Reader):

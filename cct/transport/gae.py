@@ -23,7 +23,7 @@ class TokenCredit(Transport):
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"values"})
+        return super().needs | {"values"}
 
     @property
     def whitens(self) -> Literal["token", "sequence"] | None:
@@ -108,10 +108,6 @@ class CompGAE(LambdaTrace):
 
     gate: Annotated[Gate, gates] = AttentionGate()
     """What meters credit at each token."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"values"}) | self.gate.needs
 
     @property
     def claims(self) -> frozenset[str]:

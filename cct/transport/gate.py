@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cct.rollout import Concentration, HiddenChange, Rollout, Statistic, TokenEntropy, TokenLogprob
+from cct.rollout import Rollout
+from cct.statistic import Concentration, HiddenChange, Statistic, TokenEntropy, TokenLogprob, statistics
 
 from .base import Gate, gates
 
@@ -47,13 +48,13 @@ class ConstantGate(Gate):
         return at_least_float32(rollout.rewards).new_full(rollout.rewards.shape, rate)
 
 
-class StatisticGate(Gate):
-    """A gate that is a sigmoid of one statistic of the forward, standardised by moments of earlier iterations."""
+class SigmoidGate(Gate):
+    """A sigmoid of one statistic, `measured`, standardised by moments of earlier iterations."""
 
     low: float = Field(0.97, gt=0, le=1)
-    """Discount at the retaining statistic's lower end."""
+    """Least discount, approached at the end of the statistic that retains least."""
     high: float = Field(1.0, gt=0, le=1)
-    """Discount at its upper end."""
+    """Greatest discount, approached at the other end."""
     half_life: tuple[float, float] | None = None
     """The bounds as half-lives in tokens, (short, long), in place of low and high: g = 0.5^(1/h)."""
     slope: float = Field(1.0, gt=0, le=100)
@@ -79,12 +80,13 @@ class StatisticGate(Gate):
         return dict.fromkeys(("low", "high"), "half_life gives the bounds") if self.half_life else {}
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset().union(*(what.reads for what in self.statistics.values()))
+    def measured(self) -> Statistic:
+        """The statistic. One that depends on the token itself is read one token later."""
+        raise NotImplementedError
 
-    def _known(self, measured: Tensor, mask: Tensor, mean: float) -> Tensor:
-        """The statistic as it is known before each token."""
-        return measured
+    @property
+    def statistics(self) -> dict[str, Statistic]:
+        return {self.measured.name: self.measured}
 
     @property
     def claims(self) -> frozenset[str]:
@@ -95,19 +97,48 @@ class StatisticGate(Gate):
         return {"future": "match_gamma rescales by the mean of the whole batch"} if self.match_gamma else {}
 
     def __call__(self, rollout: Rollout) -> Tensor:
-        from .functional import masked_mean_std, match_mean_log, sigmoid_gate
+        from .functional import masked_mean_std, match_mean_log, previous_step, sigmoid_gate
 
-        (name,) = self.statistics
-        measured = rollout.stats[name].detach()
-        mean, std = rollout.moments.get(name) or [float(x) for x in masked_mean_std(measured, rollout.mask)]
+        what, mask = self.measured, rollout.mask
+        known = rollout.stats[what.name].detach()
+        mean, std = rollout.moments.get(what.name) or [float(x) for x in masked_mean_std(known, mask)]
+        if what.knows == "token":
+            known = previous_step(known, mask, first=mean)
         low, high = [0.5 ** (1 / h) for h in self.half_life] if self.half_life else (self.low, self.high)
         slope = self.sign * self.slope * (1 if self.rising else -1)
-        gate = sigmoid_gate(self._known(measured, rollout.mask, mean), mean, std, low, high, slope)
-        return match_mean_log(gate, rollout.mask, self.match_gamma) if self.match_gamma else gate
+        gate = sigmoid_gate(known, mean, std, low, high, slope)
+        return match_mean_log(gate, mask, self.match_gamma) if self.match_gamma else gate
+
+
+@gates.register("statistic")
+class StatisticGate(SigmoidGate):
+    """A sigmoid of any statistic: a token at which it is large retains more credit, with `sign: -1` less.
+
+    A statistic that depends on the token itself, as `logprob` does, is read at the token before; the first token gets the
+    middle of the gate.
+    """
+
+    of: Annotated[Statistic, statistics] = Concentration()
+    """The statistic. One that depends on later tokens is refused: a discount must not."""
+    sign: Literal[1, -1] = 1
+    """1: a larger statistic retains more. -1: a smaller one does."""
+
+    @model_validator(mode="after")
+    def _knows_no_later_token(self) -> Self:
+        if self.of.knows == "response":
+            able = [name for name in statistics.names() if statistics[name].knows != "response"]
+            raise ValueError(
+                f"statistic '{self.of.use}' depends on later tokens, which a discount must not; these do not: {', '.join(able)}"
+            )
+        return self
+
+    @property
+    def measured(self) -> Statistic:
+        return self.of
 
 
 @gates.register("attention")
-class AttentionGate(StatisticGate):
+class AttentionGate(SigmoidGate):
     """Concentrated attention of the query that emits a token retains more credit."""
 
     statistic: Literal["shannon", "renyi2", "max"] = "shannon"
@@ -120,42 +151,35 @@ class AttentionGate(StatisticGate):
     """Leading keys left out of the statistic."""
 
     @property
-    def statistics(self) -> dict[str, Statistic]:
-        what = Concentration(statistic=self.statistic, layers=self.layers, sinks=self.sinks, heads=self.heads)
-        heads = "" if self.heads == "all" else f"/heads {'+'.join(map(str, self.heads))}"
-        return {f"concentration/{self.statistic}/{what.layers_name}/{self.sinks}{heads}": what}
+    def measured(self) -> Statistic:
+        return Concentration(statistic=self.statistic, layers=self.layers, sinks=self.sinks, heads=self.heads)
 
 
 @gates.register("entropy")
-class EntropyGate(StatisticGate):
+class EntropyGate(SigmoidGate):
     """Tokens that the policy is sure about, by the entropy of the distribution they are drawn from, retain more credit."""
 
     rising: ClassVar[bool] = False
 
     @property
-    def statistics(self) -> dict[str, Statistic]:
-        return {"token_entropy": TokenEntropy()}
+    def measured(self) -> Statistic:
+        return TokenEntropy()
 
 
 @gates.register("logprob")
-class LogprobGate(StatisticGate):
+class LogprobGate(SigmoidGate):
     """A token whose predecessor was likely retains more credit. The token's own log-probability would know the token.
 
     The first token of a response has no sampled predecessor and gets the middle of the gate.
     """
 
     @property
-    def statistics(self) -> dict[str, Statistic]:
-        return {"token_logprob": TokenLogprob()}
-
-    def _known(self, measured: Tensor, mask: Tensor, mean: float) -> Tensor:
-        from .functional import previous_step
-
-        return previous_step(measured, mask, first=mean)
+    def measured(self) -> Statistic:
+        return TokenLogprob()
 
 
 @gates.register("hidden_change")
-class HiddenChangeGate(StatisticGate):
+class HiddenChangeGate(SigmoidGate):
     """A token emitted from a hidden state close to the one before retains more credit; a jump holds it up."""
 
     distance: Literal["cosine", "relative"] = "cosine"
@@ -166,9 +190,8 @@ class HiddenChangeGate(StatisticGate):
     rising: ClassVar[bool] = False
 
     @property
-    def statistics(self) -> dict[str, Statistic]:
-        what = HiddenChange(distance=self.distance, layers=self.layers)
-        return {f"hidden_change/{self.distance}/{what.layers_name}": what}
+    def measured(self) -> Statistic:
+        return HiddenChange(distance=self.distance, layers=self.layers)
 
 
 @gates.register("profile")

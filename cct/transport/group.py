@@ -1,88 +1,26 @@
-"""Critic-free transports: the score of a response against a baseline that no critic has to learn.
+"""GRPO and its kin: the score of a response against those of its group.
 
 Most are one function, `group_advantage`, with another baseline and another scale; each name is a shell with its own
-defaults. `like` sets the conventions of a public framework: numbers, not code.
+defaults.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from cct.rollout import Credit, Rollout
 
-from .base import Transport, transports
+from .base import transports
+from .critic_free import CriticFree, Group, of_a_deviation, on_every_token
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-# The frameworks' conventions were last read at verl 1dda039 (2026-08-22), TRL f2cd577 (1.10.0.dev0, 2026-07-24), OpenRLHF
-# 3c3be62 (0.11.0, 2026-08-13) and NeMo RL 7ea279a (2026-08-22); the file and function stand beside each `presets`.
-
-
-class _CriticFree(Transport):
-    """A transport of rewards and groups alone, with `like`."""
-
-    reads_policy = False
-    presets: ClassVar[dict[str, dict[str, Any]]] = {}
-    """Framework -> the knobs that are its conventions."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in(cls, data: Any) -> Any:
-        like = data.get("like") if isinstance(data, dict) else None
-        return {**cls.presets[like], **data} if isinstance(like, str) and like in cls.presets else data
-
-    @model_validator(mode="after")
-    def _agree(self) -> _CriticFree:
-        like = getattr(self, "like", None)
-        for knob, value in self.presets.get(like or "", {}).items():
-            if (found := getattr(self, knob)) != value:
-                raise ValueError(f"`like: {like}` means {knob}: {value}, and {knob} is {found}; leave out one of the two")
-        return self
-
-    def default_of(self, knob: str) -> Any:
-        return self.presets.get(getattr(self, "like", None) or "", {}).get(knob, super().default_of(knob))
-
-
-def _of_a_deviation(used: bool) -> dict[str, str]:
-    return {} if used else dict.fromkeys(("eps", "ddof"), "with std: false nothing is divided by a deviation")
-
-
-class _Group(_CriticFree):
-    """One number per response, from the scores of its group, on each of its tokens."""
-
-    single: Literal["zero", "raw"] = "zero"
-    """What a response alone in its group gets, as the others were dropped: nothing, or its score as it is."""
-
-    @property
-    def waives(self) -> dict[str, str]:
-        return {} if self.single == "zero" else {"equal": "single: raw keeps the score of a response alone in its group"}
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"groups"})
-
-    @property
-    def grain(self) -> Literal["token", "sequence"]:
-        return "sequence"
-
-    def _outcome(self, rollout: Rollout, **kinds: Any) -> Tensor:
-        """`group_advantage`, [B], of the given kinds and this component's own knobs."""
-        from .functional import group_advantage
-
-        knobs = {name: getattr(self, name) for name in ("single", "eps", "ddof") if name in type(self).model_fields}
-        return group_advantage(rollout.scores, rollout.groups, valid=rollout.valid, **knobs, **kinds)
-
-
-def _on_every_token(outcome: Tensor, rollout: Rollout) -> Credit:
-    return Credit(outcome.unsqueeze(1) * rollout.mask)
-
-
 @transports.register("grpo")
-class GRPO(_Group):
+class GRPO(Group):
     """Score relative to the other responses to the same prompt, on every token (Shao et al. 2024).
 
     A_it = (s_i - mean) / (deviation + eps), mean and deviation of the group's scores; the same at each token t of
@@ -118,7 +56,7 @@ class GRPO(_Group):
 
     @property
     def unread(self) -> dict[str, str]:
-        return _of_a_deviation(self.std)
+        return of_a_deviation(self.std)
 
     def _relative(self, rollout: Rollout) -> Tensor:
         """The number of each response, [B]."""
@@ -127,11 +65,11 @@ class GRPO(_Group):
         return self._outcome(rollout, scale="group" if self.std else "none")
 
     def __call__(self, rollout: Rollout) -> Credit:
-        return _on_every_token(self._relative(rollout), rollout)
+        return on_every_token(self._relative(rollout), rollout)
 
 
 @transports.register("dr_grpo")
-class DrGRPO(_Group):
+class DrGRPO(Group):
     """GRPO without the division by the group's standard deviation (Liu et al. 2025).
 
     A_it = s_i - mean of the group, [B, T], the same at each token.
@@ -146,11 +84,11 @@ class DrGRPO(_Group):
     """Take `single` from this framework; where it is given as well it has to agree."""
 
     def __call__(self, rollout: Rollout) -> Credit:
-        return _on_every_token(self._outcome(rollout, scale="none"), rollout)
+        return on_every_token(self._outcome(rollout, scale="none"), rollout)
 
 
 @transports.register("rloo")
-class RLOO(_Group):
+class RLOO(Group):
     """Score minus the mean score of the other responses to the same prompt (leave one out; Ahmadian et al. 2024).
 
     A_it = s_i - mean of the others = (s_i - mean) n / (n - 1), [B, T], the same at each token.
@@ -167,11 +105,11 @@ class RLOO(_Group):
     """Take `single` from this framework; where it is given as well it has to agree."""
 
     def __call__(self, rollout: Rollout) -> Credit:
-        return _on_every_token(self._outcome(rollout, baseline="leave_one_out", scale="none"), rollout)
+        return on_every_token(self._outcome(rollout, baseline="leave_one_out", scale="none"), rollout)
 
 
 @transports.register("opo")
-class OPO(_Group):
+class OPO(Group):
     """Score minus the length-weighted mean of its group, the baseline of least variance (Hao et al. 2025).
 
     A_it = s_i - sum_j(n_j s_j) / sum_j(n_j), with n_j the trainable tokens of response j; [B, T], the same at each token.
@@ -188,11 +126,11 @@ class OPO(_Group):
 
     def __call__(self, rollout: Rollout) -> Credit:
         lengths = rollout.mask.sum(1)
-        return _on_every_token(self._outcome(rollout, baseline="length_weighted", scale="none", lengths=lengths), rollout)
+        return on_every_token(self._outcome(rollout, baseline="length_weighted", scale="none", lengths=lengths), rollout)
 
 
 @transports.register("gpg")
-class GPG(_Group):
+class GPG(Group):
     """Score minus its group's mean, scaled up by the share of responses that teach nothing (Chu et al. 2025).
 
     A_it = alpha (s_i - mean) [/ (deviation + eps)], alpha = responses / responses of groups whose scores differ; [B, T],
@@ -217,7 +155,7 @@ class GPG(_Group):
 
     @property
     def unread(self) -> dict[str, str]:
-        return _of_a_deviation(self.std)
+        return of_a_deviation(self.std)
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import informative_rescale
@@ -225,11 +163,11 @@ class GPG(_Group):
         outcome = self._outcome(rollout, scale="group" if self.std else "none")
         if self.rescale != "none":
             outcome = informative_rescale(outcome, rollout.scores, rollout.groups, by=self.rescale, valid=rollout.valid)
-        return _on_every_token(outcome, rollout)
+        return on_every_token(outcome, rollout)
 
 
 @transports.register("lite_ppo")
-class LitePPO(_Group):
+class LitePPO(Group):
     """Score minus its group's mean, over the deviation of the whole batch's scores (Liu et al. 2025).
 
     A_it = (s_i - mean of the group) / (deviation of all scores + eps), [B, T], the same at each token.
@@ -248,11 +186,11 @@ class LitePPO(_Group):
     """Divide the sum of squares by n - ddof."""
 
     def __call__(self, rollout: Rollout) -> Credit:
-        return _on_every_token(self._outcome(rollout, scale="batch"), rollout)
+        return on_every_token(self._outcome(rollout, scale="batch"), rollout)
 
 
 @transports.register("grpo_pass_at_k")
-class GRPOPassAtK(_CriticFree):
+class GRPOPassAtK(CriticFree):
     """What a response adds to the best of k: GRPO for pass@k, with exact means over all k-subsets (Chen et al. 2025).
 
     A_it = (E[M | i in S] - E[M]) / sqrt(Var M), with M the best score of S, a k-subset of the group; [B, T], the same at
@@ -282,7 +220,7 @@ class GRPOPassAtK(_CriticFree):
     def unread(self) -> dict[str, str]:
         if self.credit == "subsets":
             return dict.fromkeys(("std", "eps", "ddof"), "credit: subsets has a deviation of its own, that of the best of k")
-        return {"k": "credit: lead takes the whole group"} | _of_a_deviation(self.std)
+        return {"k": "credit: lead takes the whole group"} | of_a_deviation(self.std)
 
     @property
     def grain(self) -> Literal["token", "sequence"]:
@@ -301,9 +239,9 @@ class GRPOPassAtK(_CriticFree):
 
         where = (rollout.scores, rollout.groups)
         if self.credit == "subsets":
-            return _on_every_token(pass_at_k_advantage(*where, k=self.k, valid=rollout.valid), rollout)
+            return on_every_token(pass_at_k_advantage(*where, k=self.k, valid=rollout.valid), rollout)
         outcome = lead_advantage(*where, std=self.std, eps=self.eps, ddof=self.ddof, valid=rollout.valid)
-        return _on_every_token(outcome, rollout)
+        return on_every_token(outcome, rollout)
 
 
 @transports.register("grpo_lambda")
@@ -338,134 +276,3 @@ class GRPOLambda(GRPO):
         outcome = self._relative(rollout)
         outcome = outcome if self.floor is None else outcome.clamp(min=self.floor)
         return Credit(outcome.unsqueeze(1) * trace_weights(rollout.mask, self.lam, self.trace).to(outcome.dtype))
-
-
-class _Whitened(_CriticFree):
-    """Advantages shifted and scaled over the whole batch."""
-
-    unit: Literal["tokens", "responses"] = "tokens"
-    """What counts as one in the batch's mean and deviation; with tokens, long responses weigh more."""
-    ddof: Literal[0, 1] = 0
-    """Divide the sum of squares by n - ddof."""
-    eps: float = Field(1e-8, gt=0, le=1)
-    """Keeps the division finite, as eps_at says."""
-    eps_at: Literal["std", "variance", "floor"] = "std"
-    """Add eps to the standard deviation, add it to the variance, or let the variance be no less."""
-
-    @property
-    def whitens(self) -> Literal["token", "sequence"] | None:
-        return "token" if self.unit == "tokens" else "sequence"
-
-    def _whiten(self, advantages: Tensor, rollout: Rollout) -> Credit:
-        from .functional import whiten
-
-        whitened = whiten(advantages, rollout.mask, eps=self.eps, eps_at=self.eps_at, ddof=self.ddof, unit=self.unit)
-        return Credit(whitened)
-
-
-# How the two frameworks whiten. verl: verl/utils/torch_functional.py, masked_whiten.
-# OpenRLHF: experience_maker.py, compute_advantages_and_returns.
-_WHITEN = {
-    "verl": {"unit": "tokens", "ddof": 1, "eps": 1e-8, "eps_at": "variance"},
-    "openrlhf": {"unit": "tokens", "ddof": 0, "eps": 1e-8, "eps_at": "floor"},
-}
-
-
-@transports.register("reinforce_pp")
-class ReinforcePP(_Whitened):
-    """Discounted reward to go of each token, whitened over the batch (REINFORCE++, Hu et al. 2025).
-
-    G_it = r_it + gamma G_i,t+1; A_it = (G_it - mean) / deviation, over all trainable tokens of the batch; [B, T].
-    Source: arXiv 2501.03262. Defaults: gamma 1, ddof 0, eps 1e-8 added to the deviation. It needs no groups.
-    Pitfall: the one baseline is the batch's mean, so an easy prompt's failure can still be pushed up when prompts differ
-    much; and with gamma 1 a long response counts in that mean as often as it has tokens.
-    """
-
-    # verl: core_algos.py, compute_reinforce_plus_plus_outcome_advantage: a masked token carries the running return, since its
-    # pull request 7300 (2026-08-10); before, it cut it.
-    # OpenRLHF: experience_maker.py, get_cumulative_returns: a masked token is a step with reward 0.
-    presets = {"verl": {**_WHITEN["verl"], "gap": "carry"}, "openrlhf": {**_WHITEN["openrlhf"], "gap": "decay"}}
-    like: Literal["verl", "openrlhf"] | None = None
-    """Take unit, ddof, eps, eps_at and gap from this framework; one that is given as well has to agree."""
-    gamma: float = Field(1.0, gt=0, le=1)
-    """Discount per token."""
-    gap: Literal["carry", "decay", "cut"] = "carry"
-    """What tokens that the policy did not emit do to credit that crosses them: nothing, decay it, stop it."""
-
-    @property
-    def waives(self) -> dict[str, str]:
-        return {} if self.gap == "carry" else {"gap": f"gap: {self.gap} lets masked tokens count"}
-
-    def __call__(self, rollout: Rollout) -> Credit:
-        from .functional import token_returns
-
-        return self._whiten(token_returns(rollout.rewards, rollout.mask, gamma=self.gamma, gap=self.gap), rollout)
-
-
-@transports.register("reinforce_pp_baseline")
-class ReinforcePPBaseline(_Whitened, _Group):
-    """Score minus its group's mean, whitened over the batch instead of the group (REINFORCE++-baseline, Hu et al. 2025).
-
-    c_i = s_i - mean of the group; A_it = (c_i - mean) / deviation, over all trainable tokens of the batch; [B, T], the
-    same at each token of a response.
-    Source: arXiv 2501.03262, which whitens over tokens, as `like` does. Defaults: over responses, ddof 0, eps 1e-8 added to the
-    deviation.
-    Pitfall: over tokens the batch's mean is not 0 where right and wrong responses differ in length; it is subtracted once
-    more, so that groups of equal scores get a small advantage, too.
-    """
-
-    # verl: core_algos.py, compute_reinforce_plus_plus_baseline_outcome_advantage. OpenRLHF: reinforce_baseline.
-    # NeMo RL: advantage_estimator.py, ReinforcePlusPlusAdvantageEstimator with minus_baseline.
-    presets = {
-        "verl": {**_WHITEN["verl"], "single": "raw"},
-        "openrlhf": {**_WHITEN["openrlhf"], "single": "zero"},
-        "nemo_rl": {**_WHITEN["openrlhf"], "single": "zero"},
-    }
-    like: Literal["verl", "openrlhf", "nemo_rl"] | None = None
-    """Take unit, ddof, eps, eps_at and single from this framework; one that is given as well has to agree."""
-
-    unit: Literal["tokens", "responses"] = "responses"
-    """What counts as one in the batch's mean and deviation. Tokens, which let a long response weigh more, only by `like`."""
-
-    @property
-    def whitens(self) -> Literal["token", "sequence"] | None:
-        return super().whitens if self.like is None else None  # a framework's convention, asked for by its name
-
-    def __call__(self, rollout: Rollout) -> Credit:
-        from .functional import group_advantage
-
-        outcome = group_advantage(rollout.scores, rollout.groups, scale="none", single=self.single, valid=rollout.valid)
-        return self._whiten(outcome.unsqueeze(1) * rollout.mask, rollout)
-
-
-@transports.register("remax")
-class ReMax(_CriticFree):
-    """Score minus the score of the greedy response to the same prompt (ReMax, Li et al. 2023).
-
-    A_it = s_i - s_greedy, [B, T], the same at each token; with `reward_to_go` the rewards from t on, minus s_greedy.
-    Source: arXiv 2310.10505. It needs no groups: one response per prompt will do.
-    Pitfall: one more response per prompt and round is sampled and judged (`time/greedy`, `train/greedy_reward`). Greedy
-    and sampled responses can differ much in score, and then nearly all advantages have one sign. Where the greedy
-    response could not be judged (`on_error: drop`), the prompt's responses get 0.
-    """
-
-    # verl: core_algos.py, compute_remax_outcome_advantage.
-    presets = {"verl": {"reward_to_go": True}}
-    like: Literal["verl"] | None = None
-    """Take reward_to_go from this framework; where it is given as well it has to agree."""
-    reward_to_go: bool = False
-    """Give a token the rewards from it on rather than all; the same where the only reward is at the end."""
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"greedy"})
-
-    @property
-    def grain(self) -> Literal["token", "sequence"]:
-        return "token" if self.reward_to_go else "sequence"
-
-    def __call__(self, rollout: Rollout) -> Credit:
-        from .functional import greedy_advantage
-
-        assert rollout.greedy_scores is not None
-        return Credit(greedy_advantage(rollout.rewards, rollout.greedy_scores, rollout.mask, reward_to_go=self.reward_to_go))

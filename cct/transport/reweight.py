@@ -7,90 +7,16 @@ All look at attention that later tokens pay, which a discount must not know and 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from cct.rollout import Credit, Forward, Rollout, Statistic
+from cct.rollout import Credit, Rollout
+from cct.statistic import Anchor, OutcomeAttention, Preplan, Statistic
 
 from .base import Transport, Wrapper, transports
 from .gae import GAE, LambdaTrace
 from .group import GRPO
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class OutcomeAttention(Statistic):
-    """Attention that the last token of a response pays to each of its tokens, averaged over heads and layers.
-
-    One query per response: no more memory than the keys.
-    """
-
-    reads: ClassVar[frozenset[str]] = frozenset({"attention"})
-
-    def measure(self, forward: Forward) -> Tensor:
-        import torch
-
-        length = forward.attention_mask.shape[1]
-        last = length - 1 - forward.attention_mask.flip(1).argmax(1)
-        layers = [forward.attention[layer].of_query(last).mean(1) for layer in self.layer_indices(forward.n_layers)]
-        return forward.emitted(torch.stack(layers).mean(0))
-
-
-class Preplan(Statistic):
-    """How far back the query that emits a token looks: its mean distance, in tokens, no key counting for more than `window`.
-
-    Cost: the attention of each layer written out once more for the response's queries, 256 at a time.
-    """
-
-    window: int = Field(64, ge=1, le=1_000_000)
-    """Distance beyond which a key counts as this far."""
-
-    reads: ClassVar[frozenset[str]] = frozenset({"attention"})
-
-    def measure(self, forward: Forward) -> Tensor:
-        import torch
-
-        rows_of, length = forward.attention_mask.shape
-        position = torch.arange(length, device=forward.attention_mask.device)
-        distance = torch.zeros(rows_of, length, device=position.device)
-        layers = self.layer_indices(forward.n_layers)
-        for layer in layers:
-            for rows, probabilities in forward.attention[layer].blocks(start=length - forward.width - 1):
-                back = (position[rows].unsqueeze(1) - position).clamp(0, self.window)
-                distance[:, rows] += (probabilities.mean(1) * back).sum(-1) / len(layers)
-        return forward.emitting(distance)
-
-
-class Anchor(Statistic):
-    """How much of their attention later tokens pay to a token, on average over those `near` to `far` tokens after it.
-
-    0 where none is left. Cost as of `Preplan`. It knows the rest of the response.
-    """
-
-    near: int = Field(4, ge=1, le=1_000_000)
-    """Tokens right behind, which attend to it for being near, are left out up to here."""
-    far: int = Field(64, ge=1, le=1_000_000)
-    """The last one that counts."""
-
-    reads: ClassVar[frozenset[str]] = frozenset({"attention"})
-
-    def measure(self, forward: Forward) -> Tensor:
-        import torch
-
-        tokens = forward.attention_mask.bool()
-        length = tokens.shape[1]
-        position = torch.arange(length, device=tokens.device)
-        received, queries = torch.zeros(2, *tokens.shape, device=tokens.device)
-        layers = self.layer_indices(forward.n_layers)
-        for layer in layers:
-            for rows, probabilities in forward.attention[layer].blocks(start=length - forward.width):
-                lag = position[rows].unsqueeze(1) - position
-                counts = (lag >= self.near) & (lag <= self.far) & tokens[:, rows].unsqueeze(2)
-                received += (probabilities.mean(1) * counts).sum(1)
-                queries += counts.sum(1)
-        return forward.emitted(received / queries.clamp(min=1))
 
 
 @transports.register("abc")
@@ -108,19 +34,17 @@ class AttentionBasedCredit(LambdaTrace):
     """Layers averaged over."""
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"values", "attention"})
+    def _spread_by(self) -> Statistic:
+        return OutcomeAttention(layers=self.layers)
 
     @property
     def statistics(self) -> dict[str, Statistic]:
-        what = OutcomeAttention(layers=self.layers)
-        return {f"outcome_attention/{what.layers_name}": what}
+        return {self._spread_by.name: self._spread_by}
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import redistribute
 
-        (name,) = self.statistics
-        spread = redistribute(rollout.rewards, rollout.stats[name], rollout.mask, self.beta)
+        spread = redistribute(rollout.rewards, rollout.stats[self._spread_by.name], rollout.mask, self.beta)
         return Credit(*self._gae(rollout.replace(rewards=spread), self.gamma, self.lam, self.lam_value))
 
 
@@ -186,25 +110,18 @@ class Rhythm(Wrapper):
         return {"near": "measure: preplan counts every distance up to far"} if self.measure == "preplan" else {}
 
     @property
-    def needs(self) -> frozenset[str]:
-        return super().needs | {"attention"}
-
-    @property
-    def _own(self) -> tuple[str, Statistic]:
+    def _chosen_by(self) -> Statistic:
         if self.measure == "preplan":
-            what: Statistic = Preplan(layers=self.layers, window=self.far)
-            return f"preplan/{what.layers_name}/{self.far}", what
-        what = Anchor(layers=self.layers, near=self.near, far=self.far)
-        return f"anchor/{what.layers_name}/{self.near}-{self.far}", what
+            return Preplan(layers=self.layers, window=self.far)
+        return Anchor(layers=self.layers, near=self.near, far=self.far)
 
     @property
     def statistics(self) -> dict[str, Statistic]:
-        name, what = self._own
-        return super().statistics | {name: what}
+        return super().statistics | {self._chosen_by.name: self._chosen_by}
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import largest_share
 
         credit = self.of.checked(rollout)
-        chosen = largest_share(rollout.stats[self._own[0]].detach(), rollout.mask, self.share)
+        chosen = largest_share(rollout.stats[self._chosen_by.name].detach(), rollout.mask, self.share)
         return replace(credit, advantages=credit.advantages.where(~chosen, self.factor * credit.advantages))

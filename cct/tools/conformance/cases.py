@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cct.rollout import Rollout, TokenEntropy, TokenLogprob
+from cct.rollout import Rollout
+from cct.statistic import TokenEntropy, TokenLogprob
 
 from .base import Broken, hypothesis
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cct.agent.agent import Agent
 from cct.critic import Critic
 from cct.policy.base import policies
+from cct.registry import Component
 from cct.rollout import Rollout
 
 from .base import Broken, Malformed, Property, hypothesis
@@ -353,6 +354,6 @@ CRITIC = [
 ]
 
 
-def show(critic: Critic, batch: Batch) -> str:
+def show(operator: Component, batch: Batch) -> str:
     ids, seen, _ = batch.tokens()
     return python(input_ids=ids, attention_mask=seen, responses=batch.responses)

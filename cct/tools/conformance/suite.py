@@ -8,9 +8,10 @@ from cct.critic import Critic
 from cct.evidence import Evidence
 from cct.geometry import Geometry
 from cct.registry import Component
+from cct.statistic import Statistic
 from cct.transport import Gate, Transport
 
-from . import cases, critics, evidences, geometries, operators, transports
+from . import cases, critics, evidences, geometries, operators, statistics, transports
 from .base import Property, Verdict, judge
 from .watch import restored
 
@@ -21,6 +22,7 @@ SLOW = 3
 SUITES: dict[type[Component], tuple[list[Property], Any, Any, int]] = {
     Transport: (transports.TRANSPORT, cases.cases, operators.show, 1),
     Gate: (operators.GATE, cases.cases, operators.show, 1),
+    Statistic: (statistics.STATISTIC, critics.cases, critics.show, SLOW),
     Geometry: (geometries.GEOMETRY, cases.cases, geometries.show, 1),
     Critic: (critics.CRITIC, critics.cases, critics.show, SLOW),
     Evidence: (evidences.EVIDENCE, evidences.cases, evidences.show, SLOW),
@@ -31,7 +33,7 @@ def _suite(operator: Component) -> tuple[list[Property], Any, Any, int]:
     for base, suite in SUITES.items():
         if isinstance(operator, base):
             return suite
-    raise ValueError(f"{type(operator).__name__} is no transport, gate, geometry, critic or evidence")
+    raise ValueError(f"{type(operator).__name__} is no transport, gate, statistic, geometry, critic or evidence")
 
 
 def properties(operator: Component) -> list[Property]:
@@ -42,8 +44,8 @@ def properties(operator: Component) -> list[Property]:
 def check(operator: Component, *, examples: int = EXAMPLES, only: str = "", shrink: bool = True) -> list[Verdict]:
     """A verdict on each property, or on the one named; the same every time.
 
-    examples: inputs that each property is tried on; a third of it for critics and evidence. shrink: look for the smallest
-    failing case. Raises ValueError where the operator is of another axis or Hypothesis is not installed.
+    examples: inputs that each property is tried on; a third of it for statistics, critics and evidence. shrink: look for the
+    smallest failing case. Raises ValueError where the operator is of another axis or Hypothesis is not installed.
     """
     found, strategy, show, slow = _suite(operator)
     with restored():  # an operator that changes torch's settings has changed them for nobody else

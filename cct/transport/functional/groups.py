@@ -65,26 +65,31 @@ def group_advantage(
     if baseline == "leave_one_out":
         centred = centred * (count / (count - 1).clamp(min=1))[index]
     centred = centred.masked_fill(~_group_varies(scores, valid, index, len(count))[index], 0.0)
-    alone = valid & (count == 1)[index]
     if single == "raw":
-        centred = centred.where(~alone, scores)
+        centred = centred.where(~(valid & (count == 1)[index]), scores)
     if scale == "none":
         return centred
     if scale == "batch":
         deviation = _deviation(scores, valid, ddof)
-        deviation = deviation.where(deviation > 0, 1.0).expand_as(
-            scores
-        )  # or `raw` of a batch of equals would be divided by eps
-    else:
-        middle = per_group(scores) / count.clamp(min=1)
-        squares = per_group((scores - middle[index]).masked_fill(~valid, 0.0).square())
-        deviation = (squares / (count - ddof).clamp(min=1)).sqrt()[index].masked_fill(alone, 1.0)
-        if scale == "others":
-            others, own, all_squares = (count - 1).clamp(min=1)[index], scores - middle[index], squares[index]
-            left = all_squares - own.square() * (1 + 1 / others)  # sum of squares of the others about their own mean
-            varies = left > ROUNDING * torch.finfo(scores.dtype).eps * all_squares
-            return centred / torch.where(varies, (left.clamp(min=0) / (others - ddof).clamp(min=1)).sqrt() + eps, 1.0)
-    return centred / (deviation + eps)
+        return centred / (deviation.where(deviation > 0, 1.0) + eps)  # or `raw` of a batch of equals would be divided by eps
+    return centred / _of_groups(scores, valid, groups, ddof, eps, others=scale == "others")
+
+
+def _of_groups(scores: Tensor, valid: Tensor, groups: Tensor, ddof: int, eps: float, *, others: bool) -> Tensor:
+    """What each response's centred score is divided by: the deviation of its group plus eps, taking 1 for a group of one.
+
+    scores: 0 where not valid. others: the deviation of the other responses, and 1 in all where that is 0.
+    """
+    index, per_group = _grouping(groups)
+    count = per_group(valid.to(scores.dtype))
+    own = scores - (per_group(scores) / count.clamp(min=1))[index]
+    squares = per_group(own.masked_fill(~valid, 0.0).square())
+    if not others:
+        return (squares / (count - ddof).clamp(min=1)).sqrt()[index].masked_fill(valid & (count == 1)[index], 1.0) + eps
+    left_over = (count - 1).clamp(min=1)[index]
+    left = squares[index] - own.square() * (1 + 1 / left_over)  # sum of squares of the others about their own mean
+    varies = left > ROUNDING * torch.finfo(scores.dtype).eps * squares[index]
+    return torch.where(varies, (left.clamp(min=0) / (left_over - ddof).clamp(min=1)).sqrt() + eps, 1.0)
 
 
 @torch.no_grad()

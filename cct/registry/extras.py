@@ -1,0 +1,28 @@
+"""Optional libraries, and the extras that bring them."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+
+def optional(module: str, extra: str) -> ModuleType:
+    """An optional library, imported. Raises ValueError naming the extra that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        library = module.split(".")[0]
+        if (error.name or "").split(".")[0] != library:
+            raise  # the library is there, and lacks one of its own
+        raise ValueError(f"the library {library} is not installed; {install(extra)} brings it") from None
+
+
+def install(*extras: str) -> str:
+    """The command that installs extras, in the checkout that cct runs from where there is one."""
+    names = ",".join(extras)
+    root = Path(__file__).parents[2]
+    if not (root / "pyproject.toml").is_file():
+        return f"pip install 'credit-transport[{names}]'"
+    here = Path.cwd() == root
+    return f"pip install -e '.[{names}]'" + ("" if here else f" (in {root})")
