@@ -16,9 +16,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MASKS = ("mask", "valid", "starts", "ends", "marked", "attention_mask")
-INDICES = ("groups", "anchors", "input_ids")
+INDICES = ("groups", "episodes", "order", "anchors", "input_ids")
 SCALARS = ("gamma", "lam", "lam_value", "std")  # a float, or a tensor without dimensions, or one of the mask's shape
-PER_RESPONSE = ("scores", "groups", "bootstrap", "greedy_scores")  # [B] beside a mask [B, T]
+PER_RESPONSE = ("scores", "groups", "episodes", "order", "bootstrap", "greedy_scores")  # [B] beside a mask [B, T]
 
 
 def as_mask(mask: Any, name: str = "mask") -> Tensor:

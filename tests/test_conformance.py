@@ -434,8 +434,11 @@ ALSO = {
     "moves": {"clip", "weight"},
     "future": {"measured", "padding"},
     "split": {"future", "moves", "known", "padding"},
-    "gap": {"garbage"},
-    "padding": {"split"},
+    "gap": {"garbage", "observation", "cut"},
+    "observation": {"cut"},
+    "padding": {"split", "observation", "cut"},
+    "order": {"cut"},
+    "noise": {"gap", "garbage", "observation", "padding", "cut"},
     "precision": {"extreme"},
     "learns": {"noise"},
 }

@@ -274,3 +274,24 @@ def test_a_correction_weighs_the_policy_s_term_and_not_the_kl_of_the_loss(name):
     kl = torch.tensor([math.log(2) - 0.5, 0.0, 0.0]).expand(2, 3)
     assert_close(loss, plain * correction + 0.5 * kl)
     assert_close(metrics["reference_kl"], kl, atol=1e-6, rtol=1e-6)
+
+
+def test_an_episode_of_several_rows_counts_once_by_hand():
+    # Episode 5 has rows 0 and 2 with 3 + 1 tokens, episode 9 has row 1 with 2; row 3 is dropped, an episode of its own.
+    mask = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 0], [0, 0, 0]]).bool()
+    episodes = torch.tensor([5, 9, 5, 7])
+    of_rows = torch.tensor([1 / 8, 1 / 4, 1 / 8, 0])
+    assert_close(aggregation_weights(mask, "sequence_mean", episodes=episodes), of_rows.unsqueeze(1) * mask)
+    constant = aggregation_weights(mask, "sequence_sum_over_constant", constant=10, episodes=episodes)
+    assert_close(constant, mask / 20)
+    assert_close(aggregation_weights(mask, "token_mean", episodes=episodes), mask / 6)
+    assert_close(aggregation_weights(mask, "sequence_mean").sum(1), torch.tensor([1 / 3, 1 / 3, 1 / 3, 0]))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_rows_that_are_episodes_are_weighed_as_without_episodes(aggregation):
+    mask = draw(3)[4]
+    assert torch.equal(
+        aggregation_weights(mask, aggregation, constant=7, episodes=torch.arange(len(mask)).flip(0)),
+        aggregation_weights(mask, aggregation, constant=7),
+    )

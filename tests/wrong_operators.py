@@ -22,6 +22,7 @@ from cct.registry import Component
 from cct.rollout import Credit, Rollout
 from cct.statistic import Statistic, TokenEntropy
 from cct.transport import Gate, Transport, gated_gae, group_advantage
+from cct.transport.functional import join
 
 FAULTS: list[tuple[type[Component], str, str]] = []
 
@@ -408,6 +409,113 @@ class Neighbours(_Group):
         return found + 0.1 * found.roll(1)
 
     waives: ClassVar = {"better": "not what this one is about", "dropped": "nor this"}
+
+
+# --- episodes -------------------------------------------------------------------------------------
+class _AsItComes(Transport):
+    """Takes rows as they come, in place of episodes."""
+
+    def checked(self, rollout: Rollout) -> Credit:
+        return self(rollout)
+
+
+@fault("cut", "with a row for each turn, advantages is")
+class RowsAreEpisodes(_AsItComes, _Group):
+    """A row counts as an episode in the baseline, and its rewards as the outcome."""
+
+    def outcome(self, rollout):
+        return self.relative(rollout)
+
+
+@fault("cut", "with a row for each turn, advantages is")
+class CountsAnEpisodeByItsRows(_Group):
+    """The outcome is the episode's, and the baseline counts it once for each of its rows."""
+
+    def checked(self, rollout):
+        joined, split = join(rollout)
+        if split is None:
+            return self(rollout)
+        scores = joined.scores[split.episode]
+        advantages = group_advantage(scores, rollout.groups, scale="none", valid=joined.valid[split.episode])
+        return Credit(advantages.unsqueeze(1) * rollout.mask)
+
+    def outcome(self, rollout):
+        return self.relative(rollout)
+
+
+@fault("cut", "with a row for each turn, advantages is")
+class TraceEndsAtACut(_AsItComes, _GAE):
+    def changed(self, rollout, advantages, targets):
+        return Credit(advantages, targets)
+
+
+@fault("cut", "with a row for each turn, advantages is")
+class BootstrapsAtACut(_GAE):
+    """Each row goes on with the value at the start of the next, and its trace ends."""
+
+    def checked(self, rollout):
+        if join(rollout)[1] is None:
+            return self(rollout)
+        first = rollout.mask.int().argmax(1, keepdim=True)
+        starts = rollout.values.gather(1, first).squeeze(1)
+        follows = (rollout.episodes.unsqueeze(1) == rollout.episodes) & (rollout.order.unsqueeze(1) + 1 == rollout.order)
+        next_value = torch.where(follows.any(1), starts[follows.int().argmax(1)], rollout.bootstrap)
+        return self(rollout.replace(bootstrap=next_value))
+
+    def changed(self, rollout, advantages, targets):
+        return Credit(advantages, targets)
+
+
+@fault("cut", "backwards, advantages is")
+class RowsAsTheyLie(_GAE):
+    """Rows of an episode follow each other as they lie in the batch."""
+
+    def checked(self, rollout):
+        return super().checked(rollout if rollout.episodes is None else rollout.replace(order=torch.arange(len(rollout.mask))))
+
+    def changed(self, rollout, advantages, targets):
+        return Credit(advantages, targets)
+
+
+@fault("cut", "value_targets is")
+class TargetsOfTheRow(_GAE):
+    """Advantages of the episode, and value targets of the row."""
+
+    def checked(self, rollout):
+        return Credit(super().checked(rollout).advantages, self(rollout).value_targets)
+
+    def changed(self, rollout, advantages, targets):
+        return Credit(advantages, targets)
+
+
+@fault("observation", "with every gap four times as long")
+class ObservationsDecay(_Group):
+    """A turn's credit halves with every token of an observation after it."""
+
+    waives: ClassVar = {"gap": "a gap ends a turn"}
+
+    def __call__(self, rollout):
+        between = ~rollout.mask & (rollout.mask.flip(1).cumsum(1).flip(1) > 0)
+        return Credit(self.relative(rollout).unsqueeze(1) * 0.5 ** between.flip(1).cumsum(1).flip(1) * rollout.mask)
+
+
+@fault("noise", "at masked positions")
+class ObservationsAreRewarded(_GAE):
+    """What an environment's output was given counts for the turn before it."""
+
+    def __call__(self, rollout):
+        before = torch.nn.functional.pad(rollout.rewards.masked_fill(rollout.mask, 0.0), (0, 1))[:, 1:]
+        return Credit(*self.gae(rollout.replace(rewards=rollout.rewards + before)))
+
+
+@fault("noise", "at masked positions")
+class ObservationsHaveValues(_GAE):
+    """A turn goes on with the value read in the observation after it."""
+
+    def __call__(self, rollout):
+        advantages, targets = self.gae(rollout)
+        there = torch.nn.functional.pad(rollout.values.masked_fill(rollout.mask, 0.0), (0, 1))[:, 1:]
+        return Credit((advantages + there).masked_fill(~rollout.mask, 0.0), targets)
 
 
 # --- gates ----------------------------------------------------------------------------------------

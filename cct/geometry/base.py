@@ -24,7 +24,8 @@ class Geometry(Component):
     """Of the grain sequence: the geometry nearest to it that keeps tokens."""
 
     aggregation: Aggregation = "token_mean"
-    """Mean over all tokens, over responses of their means, or sums over responses divided by `constant`."""
+    """Mean over all tokens, over responses of their means, or sums over responses divided by `constant`. An episode of several
+    rows is one response."""
     constant: float = Field(1024.0, gt=0)
     """Divisor per response of `sequence_sum_over_constant`, usually the length limit."""
     ratio_to: Literal["trainer", "engine"] = "trainer"
@@ -36,7 +37,8 @@ class Geometry(Component):
     outside [1 / bound, bound] (Yao et al. 2025, truncated importance sampling). It corrects the engine, not the policy's own
     change. The KL in the loss keeps its weight, as in verl and TRL."""
     correction_level: Literal["token", "sequence"] = "token"
-    """Whether each token has its own weight, or each response that of all its tokens together."""
+    """Whether each token has its own weight, or each response that of all its tokens together. An episode of several rows has
+    one for each row: what one forward computes."""
     correction_bound: float = Field(2.0, gt=1, le=1000)
     """Greatest weight."""
     kl_coef: float = Field(0.0, ge=0, le=100)

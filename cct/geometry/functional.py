@@ -378,20 +378,30 @@ def kl_loss(
 
 
 @operator
-def aggregation_weights(mask: Tensor, aggregation: Aggregation = "token_mean", *, constant: float = 1024.0) -> Tensor:
+def aggregation_weights(
+    mask: Tensor, aggregation: Aggregation = "token_mean", *, constant: float = 1024.0, episodes: Tensor | None = None
+) -> Tensor:
     """Weight of each token [B, T] such that loss = sum(weights * loss_per_token) over the whole minibatch.
 
     Taken over the whole minibatch before it is split into micro-batches, so that the split never changes the gradient.
     `token_mean`: 1 / number of tokens. `sequence_mean`: 1 / (responses with tokens * tokens of the response).
     `sequence_sum_over_constant`: 1 / (responses with tokens * constant) (Dr. GRPO, Liu et al. 2025).
+    episodes: [B] int, for rows of which several are one response; it counts once, by the tokens of all its rows. None: each is.
+    An episode with rows in two minibatches counts once in each.
     Raises ValueError on another name.
     """
     weights = mask.float()
-    responses = mask.any(1).sum().clamp(min=1)
+    tokens = weights.sum(1)
+    if episodes is not None:
+        index = torch.unique(episodes, return_inverse=True)[1]
+        of_episode = torch.zeros_like(tokens).index_add_(0, index, tokens)
+        responses, tokens = (of_episode > 0).sum().clamp(min=1), of_episode[index]
+    else:
+        responses = (tokens > 0).sum().clamp(min=1)
     if aggregation == "token_mean":
         return weights / weights.sum().clamp(min=1)
     if aggregation == "sequence_mean":
-        return weights / (responses * weights.sum(1, keepdim=True).clamp(min=1))
+        return weights / (responses * tokens.unsqueeze(1).clamp(min=1))
     if aggregation == "sequence_sum_over_constant":
         return weights / (responses * constant)
     raise ValueError(f"aggregation must be token_mean, sequence_mean or sequence_sum_over_constant; got {aggregation!r}")
@@ -418,9 +428,9 @@ def correction_weights(
 ) -> tuple[Tensor, Tensor]:
     """Importance of what an engine sampled under the trainer's policy: raw, and as it weighs the loss, both [B, T].
 
-    w = p_trainer / p_engine of the token, or of the whole response. truncate: min(w, bound). mask: w, and 0 outside
-    [1 / bound, bound]. none: 1. Raw weights are 1 where masked. (Yao et al. 2025, "Your efficient RL framework
-    secretly brings you off-policy RL training".)
+    w = p_trainer / p_engine of the token, or of the whole row, which may be one of several of an episode. truncate:
+    min(w, bound). mask: w, and 0 outside [1 / bound, bound]. none: 1. Raw weights are 1 where masked. (Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training".)
     """
     log_ratio = (logprobs - rollout_logprobs).masked_fill(~mask, 0.0)
     if level == "sequence":

@@ -1,4 +1,8 @@
-"""Objectives whose ratio is one number per response."""
+"""Objectives whose ratio is one number per response.
+
+Where an episode is several rows, each row has its own: a ratio is of what one forward computes, and the rows of an episode
+may go through the model in different ones.
+"""
 
 from __future__ import annotations
 

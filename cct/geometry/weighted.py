@@ -78,7 +78,8 @@ class TOPR(Geometry):
     """Tapered off-policy REINFORCE (Le Roux et al. 2025): good tokens in full, bad ones by a ratio of at most 1."""
 
     level: Literal["sequence", "token"] = "sequence"
-    """Whose ratio weighs a bad token: the whole response's, as the source has it, or the token's own."""
+    """Whose ratio weighs a bad token: the whole response's, as the source has it, or the token's own. Of an episode of several
+    rows, the row's."""
     bound: float = Field(1.0, gt=0, le=100)
     """Greatest weight of a token with a negative advantage."""
 

@@ -193,7 +193,7 @@ def _credit(transport: Transport, name: str, rollout: Rollout, recipe: Recipe, i
                 f"did not take; stored are: {', '.join(rollout.stats)}. A run whose transport asks for it stores it"
             )
     try:
-        credit = transport(rollout)
+        credit = transport.checked(rollout)
     except (KeyError, ValueError, TypeError, AttributeError, AssertionError) as error:
         raise RecipeError(f"{where} on iteration {iteration}: {type(error).__name__}: {error}") from error
     if credit.advantages.shape != rollout.mask.shape or not bool(credit.advantages[rollout.mask].isfinite().all()):

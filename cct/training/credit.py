@@ -25,7 +25,7 @@ from cct.recipe import Recipe
 from cct.registry import described
 from cct.rollout import Credit, Rollout, Trace, derive_seed
 from cct.tensors import as_mask
-from cct.transport.functional import masked_mean_std
+from cct.transport.functional import join, jointly, masked_mean_std
 
 from .minibatches import Plan, forward_plans, or_any, trimmed
 from .processes import Ranks
@@ -139,7 +139,7 @@ class Estimator:
         name = f"transport '{self.recipe.transport.use}' (starts)"
         with attributed_to(name, iteration):
             with read_only(name, vars(rollout)):
-                starts = as_mask(self.recipe.transport.starts(rollout, text_of), "starts")
+                starts = jointly(rollout, lambda joined: as_mask(self.recipe.transport.starts(joined, text_of), "starts"))
             if starts.shape != rollout.mask.shape:
                 raise ValueError(f"starts must have shape {tuple(rollout.mask.shape)}; got {tuple(starts.shape)}")
             starts = starts & rollout.mask
@@ -233,17 +233,22 @@ class Estimator:
         if recipe.critic is None or credit.value_targets is None:
             return credit, rollout
         name = f"critic '{recipe.critic.use}' (baseline)"
+        joined, split = join(rollout)
+        targets = credit.value_targets if split is None else split.join(credit.value_targets)
         with attributed_to(name, iteration):
-            with read_only(name, vars(rollout) | vars(credit), contents=iteration <= 1):
-                other = recipe.critic.baseline(rollout, credit.value_targets, recipe.reward_bounds)
+            with read_only(name, vars(joined) | vars(credit), contents=iteration <= 1):
+                other = recipe.critic.baseline(joined, targets, recipe.reward_bounds)
             if other is None:
                 return credit, rollout
-            _of_one_kind(other, rollout, recipe.critic.use)
+            _of_one_kind(other, joined, recipe.critic.use)
             assert other.values is not None
-            check(name, other.values, rollout.mask)
+            check(name, other.values, joined.mask)
             if other.bootstrap is not None:
-                check(name, other.bootstrap, rollout.valid)
-            rollout = rollout.replace(values=other.values, bootstrap=other.bootstrap)  # the rest is not the critic's
+                check(name, other.bootstrap, joined.valid)
+            values, after = other.values, other.bootstrap
+            if split is not None:
+                values, after = split(values), None if after is None else split.at_ends(after)
+            rollout = rollout.replace(values=values, bootstrap=after)  # the rest is not the critic's
         return self._transport(rollout, iteration), rollout
 
     def _transport(self, rollout: Rollout, iteration: int) -> Credit:

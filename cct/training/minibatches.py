@@ -85,7 +85,13 @@ def policy_batches(
     assert old is not None
     on_policy = not read and geometry.ratio_to == "trainer"
     masks = rollout.mask.split(list(cuts))
-    loss_weights = torch.cat([aggregation_weights(m, geometry.aggregation, constant=geometry.constant) for m in masks])
+    episodes = [None] * len(masks) if rollout.episodes is None else rollout.episodes.split(list(cuts))
+    loss_weights = torch.cat(
+        [
+            aggregation_weights(m, geometry.aggregation, constant=geometry.constant, episodes=e)
+            for m, e in zip(masks, episodes, strict=True)
+        ]
+    )
     weights = None if geometry.correction == "none" else correction(rollout, geometry)[1]
     token_weights = torch.cat([aggregation_weights(m) for m in masks])
     marked = _marked(rollout, old, credit, geometry, cuts, iteration, seed)

@@ -47,11 +47,14 @@ class Transport(_Reader):
         raise NotImplementedError
 
     def checked(self, rollout: Rollout) -> Credit:
-        """The credit, for whoever reads it.
+        """The credit, for whoever reads it. An episode of several rows gets it as if it were one row.
 
         Raises HandoverError where it is none, holds NaN or infinity at a trainable token or a gate outside [0, 1], or where the
         rollout was changed in place.
         """
+        from .functional import join
+
+        rollout, split = join(rollout)
         with read_only(self, _fields(rollout)):
             credit = self(rollout)
         if not isinstance(credit, Credit):
@@ -63,7 +66,9 @@ class Transport(_Reader):
             check(self, credit.value_targets, rollout.mask, output="value_targets")
         if credit.gate is not None:
             check(self, credit.gate, rollout.mask, output="gate", within=(0.0, 1.0))
-        return credit
+        if split is None:
+            return credit
+        return Credit(*(None if x is None else split(x) for x in vars(credit).values()))  # type: ignore[arg-type]
 
     @property
     def grain(self) -> Literal["token", "sequence"]:

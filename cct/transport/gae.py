@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PASSED_ON = ("gap", "observation", "padding", "order", "dropped")  # properties that a gate gives up for who uses it
+
+
 class TokenCredit(Transport):
     """Advantages token by token, which may be whitened over the batch's tokens."""
 
@@ -48,7 +51,9 @@ class CriticTrace(TokenCredit):
     @property
     def waives(self) -> dict[str, str]:
         found = {} if self.gap == "carry" else {"gap": f"gap: {self.gap} lets masked tokens count"}
-        return found | ({"targets": "gap: decay takes the value in a gap for 0"} if self.gap == "decay" else {})
+        if self.gap == "decay":
+            found |= {"observation": "gap: decay counts masked tokens", "targets": "gap: decay takes the value in a gap for 0"}
+        return found
 
     def _gae(
         self, rollout: Rollout, gamma: float | Tensor, lam: float | Tensor, lam_value: float | Tensor
@@ -115,7 +120,7 @@ class CompGAE(LambdaTrace):
 
     @property
     def waives(self) -> dict[str, str]:
-        inherited = {name: why for name, why in self.gate.waives.items() if name in ("gap", "padding", "order", "dropped")}
+        inherited = {name: why for name, why in self.gate.waives.items() if name in PASSED_ON}
         return {name: f"gate '{self.gate.use}': {why}" for name, why in inherited.items()} | super().waives
 
     def __call__(self, rollout: Rollout) -> Credit:

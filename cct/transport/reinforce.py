@@ -69,7 +69,8 @@ class ReinforcePP(_Whitened):
 
     @property
     def waives(self) -> dict[str, str]:
-        return {} if self.gap == "carry" else {"gap": f"gap: {self.gap} lets masked tokens count"}
+        found = {} if self.gap == "carry" else {"gap": f"gap: {self.gap} lets masked tokens count"}
+        return found | ({"observation": "gap: decay counts masked tokens"} if self.gap == "decay" else {})
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import token_returns

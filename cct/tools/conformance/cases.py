@@ -16,6 +16,7 @@ from .base import Broken, hypothesis
 PROMPT = 3  # prompt positions of a case
 NOISE = (float("nan"), float("inf"), -3.0)
 ALWAYS = ("entropy", "value_disagreement")  # statistics that parts may read without asking for them
+NAMED = ("stats", "components")  # of a rollout, [B, T] by name
 RANGES = {TokenEntropy: 6.0, TokenLogprob: -6.0}  # in nats; other statistics go from 0 to 1
 
 
@@ -88,6 +89,9 @@ def fill(
         "starts": branches,
         "branch_values": draw(rows, width) * branches,
         "greedy_scores": draw(2)[groups % 2],  # of the group's prompt
+        "turns": torch.where(mask, (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).long().cumsum(1) - 1, -1),
+        "versions": torch.where(mask, 3, -1),
+        "components": {"evidence": rewards},
     }
     there = {field.name for field in fields(Rollout)}
     truncated = truncated & mask.any(1)
@@ -120,7 +124,7 @@ def full(rows: int, width: int, statistics: Any) -> Rollout:
 
 # --- the same rollout, written differently --------------------------------------------------------
 def each_tensor(rollout: Rollout, change: Any, *, mask: bool = True) -> Rollout:
-    """`change` on every tensor [B, T], statistics included; on the mask too unless said otherwise."""
+    """`change` on every tensor [B, T], statistics and components included; on the mask too unless said otherwise."""
     found = {
         field.name: change(x)
         for field in fields(rollout)
@@ -128,7 +132,8 @@ def each_tensor(rollout: Rollout, change: Any, *, mask: bool = True) -> Rollout:
         and x.shape == rollout.mask.shape
         and (mask or field.name != "mask")
     }
-    return rollout.replace(**found, stats={name: change(x) for name, x in rollout.stats.items()})
+    named = {kind: {name: change(x) for name, x in getattr(rollout, kind).items()} for kind in NAMED}
+    return rollout.replace(**found, **named)
 
 
 def noisy(rollout: Rollout, noise: float) -> Rollout:
@@ -192,6 +197,50 @@ def rows_of(rollout: Rollout, rows: Tensor, width: int | None = None) -> Rollout
     return some.replace(**per_row, input_ids=rollout.input_ids[rows, :end], attention_mask=rollout.attention_mask[rows, :end])
 
 
+def stretched(rollout: Rollout, times: int) -> tuple[Rollout, Tensor]:
+    """Each masked position between steps `times` over, and where each position went, [B, T]."""
+    mask = rollout.mask
+    between = ~mask & mask.cummax(1).values & mask.flip(1).cummax(1).values.flip(1)
+    ends = torch.where(between, times, 1).cumsum(1)
+    width = int(ends.max())
+    index = torch.searchsorted(ends, torch.arange(width).repeat(len(mask), 1), right=True)
+    inside, index = index < mask.shape[1], index.clamp(max=mask.shape[1] - 1)
+    return _taken(rollout, index, inside), ends - 1
+
+
+def cut(rollout: Rollout, later: Tensor, backwards: bool) -> tuple[Rollout, Tensor]:
+    """Each row as an episode that has a new row from each position in `later` [B, T] on; and where each position went, [B, T].
+
+    A later row has a longer prompt in place of what stands before it. backwards: the rows in the opposite order.
+    """
+    width = later.shape[1]
+    begins = [[0, *row.nonzero().flatten().tolist()] for row in later]
+    pieces = [(row, n, *ends) for row, at in enumerate(begins) for n, ends in enumerate(zip(at, [*at[1:], width], strict=True))]
+    rows, order, first, end = torch.tensor(pieces[::-1] if backwards else pieces).T
+    index = first.unsqueeze(1) + torch.arange(width)
+    inside, index = index < end.unsqueeze(1), index.clamp(max=width - 1)
+    places = torch.zeros_like(index[: len(later)])
+    places[rows.unsqueeze(1).expand_as(index)[inside], index[inside]] = inside.flatten().nonzero().squeeze(1)
+    some, is_last = _taken(rows_of(rollout, rows), index, inside), end == width
+    assert some.bootstrap is not None
+    return some.replace(
+        input_ids=some.input_ids + order.unsqueeze(1) * (torch.arange(PROMPT + width) < PROMPT),
+        truncated=some.truncated & is_last,
+        bootstrap=some.bootstrap * is_last,
+        episodes=7 - 3 * rows,
+        order=order,
+    ), places
+
+
+def _taken(rollout: Rollout, index: Tensor, inside: Tensor) -> Rollout:
+    """The positions [B, T'] of each row, nothing outside; the prompts as they are."""
+    prompted = {
+        name: torch.cat([x[:, :PROMPT], x[:, PROMPT:].gather(1, index).masked_fill(~inside, 0)], 1)
+        for name, x in (("input_ids", rollout.input_ids), ("attention_mask", rollout.attention_mask))
+    }
+    return each_tensor(rollout, lambda x: x.gather(1, index).masked_fill(~inside, 0)).replace(**prompted)
+
+
 def cast(rollout: Rollout, dtype: torch.dtype) -> Rollout:
     """Every floating-point tensor in another precision."""
 
@@ -199,7 +248,7 @@ def cast(rollout: Rollout, dtype: torch.dtype) -> Rollout:
         return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     changed = {field.name: to(getattr(rollout, field.name)) for field in fields(rollout)}
-    return Rollout(**{**changed, "stats": {name: to(x) for name, x in rollout.stats.items()}})
+    return Rollout(**changed | {kind: {name: to(x) for name, x in getattr(rollout, kind).items()} for kind in NAMED})
 
 
 # --- comparing and showing ------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from .cases import (
     python,
     rows_of,
     same,
+    stretched,
     with_copy,
     without_gaps,
 )
@@ -44,14 +45,15 @@ PROVIDED = {  # what a part asks for -> the fields of a rollout that it then fin
     "reference": ("reference_logprobs",),
     "greedy": ("greedy_scores",),
     "anchors": ("anchors",),
+    "turns": ("turns", "versions"),
 }
 CHANGES = (1.0, -2.5, 5.0)  # of a number, of which one at least must show
 
 
-def outputs(operator: Transport | Gate, rollout: Rollout) -> dict[str, Tensor]:
-    """What an operator returns, by name, without what a gate holds at masked positions."""
+def outputs(operator: Transport | Gate, rollout: Rollout, ask: Callable[[Rollout], Any] | None = None) -> dict[str, Tensor]:
+    """What an operator returns, by name, without what a gate holds at masked positions. ask: default the operator itself."""
     try:
-        result = operator(rollout)
+        result = (ask or operator)(rollout)
     except RAISED as error:
         raise Malformed(f"it raised {type(error).__name__}: {error}") from error
     found: dict[str, Any] = {"gate": result}
@@ -113,6 +115,12 @@ def gap(operator: Any, case: Case) -> None:
     expected, got = outputs(operator, rollout), outputs(operator, packed)
     for name, x in expected.items():
         same(f"{name} of its steps", x.gather(1, index), got[name], "with the gaps removed", ROUNDING)
+
+
+def observation(operator: Any, case: Case) -> None:
+    rollout = case.rollout(operator.statistics)
+    longer, places = stretched(rollout, 4)
+    agree(operator, rollout, longer, "with every gap four times as long", back=lambda x: x.gather(1, places))
 
 
 def padding(operator: Any, case: Case) -> None:
@@ -373,6 +381,14 @@ BOTH = [
     Property("noise", "whatever stands at masked positions, NaN too, changes no bit", noise),
     Property("garbage", "NaN where a number counts gives NaN, or an error", garbage, cases=0.25),
     Property("gap", "a response with a gap equals the one without it", gap, waivable=True),
+    Property(
+        "observation",
+        "how long an observation between two turns is does not matter",
+        observation,
+        cases=0.5,
+        waivable=True,
+        excused=lambda operator: f"it waives `padding`: {operator.waives['padding']}" if "padding" in operator.waives else "",
+    ),
     Property("padding", "neither the amount nor the side of padding matters", padding, waivable=True),
     Property("order", "the order of the responses does not matter", order, waivable=True),
     Property("dropped", "a response without trainable tokens is as if it were not there", dropped, waivable=True),

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from cct.transport import Transport
+from cct.transport.functional import turn_ends, turn_starts
 
 from .base import Broken, Property
-from .cases import Case, cast, full, numbers, rows_of, same, with_copy
+from .cases import Case, cast, cut, full, numbers, rows_of, same, with_copy
 from .operators import BOTH, CHANGES, ROUNDING, agree, outputs, split, with_moments
 
 RAISES = (0.25, 1.0, 4.0)  # of a reward
@@ -167,6 +168,38 @@ def targets(operator: Transport, case: Case) -> None:
         )
 
 
+def cuts(operator: Transport, case: Case) -> None:
+    """Rows cut in two, in three and unevenly, where a turn begins or where the observation before it does; and mixed up."""
+    rollout = case.rollout(operator.statistics)
+    mask = rollout.mask
+    starts, after = turn_starts(mask), torch.nn.functional.pad(turn_ends(mask), (1, 0))[:, :-1]
+    turn = starts.long().cumsum(1)
+    whole = outputs(operator, rollout, operator.checked)
+    for when, later in (
+        ("with a row for each turn", starts & (turn > 1)),
+        ("with a row for each turn and the observation before it", after & (turn < turn.amax(1, keepdim=True))),
+        ("with a row for the first turn and one for the rest", starts & (turn == 2)),
+        ("with every second response in rows of two turns", starts & (turn > 1) & (turn % 2 == 1) & _every_second(mask)),
+    ):
+        for backwards in (False, True) if bool(later.any()) else ():
+            rows, places = cut(rollout, later, backwards)
+            found = outputs(operator, rows, operator.checked)
+            if found.keys() != whole.keys():
+                raise Broken(f"{when}, it returns {', '.join(found)} in place of {', '.join(whole)}")
+            for name, x in whole.items():
+                got = found[name].flatten()[places].masked_fill(~mask, 0.0)
+                same(name, x, got, when + ", backwards" * backwards, ROUNDING)
+
+
+def _every_second(mask: Tensor) -> Tensor:
+    return (torch.arange(len(mask)) % 2 == 0).unsqueeze(1)
+
+
+def _by_position(operator: Transport) -> str:
+    name = next((name for name in ("observation", "padding", "order") if name in operator.waives), "")
+    return f"it waives `{name}`: {operator.waives[name]}" if name else ""
+
+
 def _draws(operator: Transport) -> str:
     return (
         f"it waives `order` ({operator.waives['order']}), so that no two responses are alike"
@@ -204,6 +237,13 @@ TRANSPORT = [
         cases=0.25,
         waivable=True,
         excused=lambda operator: _no_critic(operator) or _draws(operator),
+    ),
+    Property(
+        "cut",
+        "an episode cut into rows between its turns gets the same credit as in one row",
+        cuts,
+        cases=0.5,
+        excused=_by_position,
     ),
     Property("groups", "the numbers of the groups are only names", names),
     Property(

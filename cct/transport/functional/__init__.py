@@ -1,5 +1,6 @@
 """Transport as pure tensor functions."""
 
+from .episodes import Split, join, jointly
 from .gates import (
     draw_marginal,
     geometric_mean,
@@ -70,6 +71,7 @@ __all__ = [
     "ROUNDING",
     "Scale",
     "Single",
+    "Split",
     "Steps",
     "Unit",
     "bi_level_gae",
@@ -86,6 +88,8 @@ __all__ = [
     "high_entropy_mask",
     "improbable",
     "informative_rescale",
+    "join",
+    "jointly",
     "largest_share",
     "lead_advantage",
     "length_adaptive_lambda",
