@@ -444,6 +444,23 @@ def run_file(path: Path) -> ModuleType:
     return module
 
 
+def named_in_code(name: str) -> Any:
+    """What `./file.py:name` or `package.module:name` names. Raises ValueError where there is no such module or name."""
+    where, _, attribute = name.rpartition(":")
+    if not where.endswith(".py"):
+        _module_file(where)  # says so where it is not installed
+        with no_exit():
+            module = importlib.import_module(where)
+    elif not os.path.isfile(where):
+        raise ValueError(f"{where} {'is no file' if os.path.lexists(where) else 'does not exist'}")
+    else:
+        module = run_file(Path(os.path.realpath(where)))
+    if not hasattr(module, attribute):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise ValueError(f"{where}: {did_you_mean('function or class', attribute, own)}")
+    return getattr(module, attribute)
+
+
 def origin(cls: type[Component]) -> str:
     """What `load_plugin` takes to define a component's class again in another process: its file, or its module."""
     module = sys.modules[cls.__module__]
