@@ -353,8 +353,10 @@ def test_what_can_be_used_is_made_plain():
 
 # --- tools ----------------------------------------------------------------------------------------
 HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, null]}}\n</tool_call>'
-CODER = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2, null]\n</parameter>\n"
+CODER = (
+    "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2, null]\n</parameter>\n"
     "</function>\n</tool_call>"
+)
 LLAMA = '{"name": "add", "parameters": {"a": 1, "b": [2, null]}}'
 MISTRAL = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": [2, null]}}]'
 ADD = Call("add", {"a": 1, "b": [2, None]})
