@@ -146,6 +146,8 @@ def with_bases(source: Source, path: Path, above: tuple[Path, ...] = ()) -> Sour
         data["evidence"] = [_absolute_python(entry, path.parent) for entry in data["evidence"]]
     if isinstance(data.get("callbacks"), list):
         data["callbacks"] = [_absolute_callback(entry, path.parent) for entry in data["callbacks"]]
+    if isinstance(data.get("environment"), dict):
+        data["environment"] = _absolute_environment(data["environment"], path.parent)
     base, own = data.pop("base", None), Source(data, source.marks)
     if base is None:
         return own
@@ -180,11 +182,24 @@ def _absolute_python(entry: Any, folder: Path) -> Any:
 
 
 def _absolute_callback(entry: Any, folder: Path) -> Any:
-    use = entry.get("use") if isinstance(entry, dict) else None
-    if isinstance(use, str) and ".py:" in use:
-        path, _, name = use.rpartition(":")
-        entry = {**entry, "use": f"{os.path.realpath(folder / path)}:{name}"}
+    return {**entry, "use": _absolute_name(entry["use"], folder)} if isinstance(entry, dict) and "use" in entry else entry
+
+
+def _absolute_environment(entry: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Tools, and an environment's class, that stand in files."""
+    if entry.get("use") == "tools" and isinstance(entry.get("tools"), list):
+        entry = {**entry, "tools": [_absolute_name(tool, folder) for tool in entry["tools"]]}
+    if entry.get("use") == "gym_text" and "env" in entry:
+        entry = {**entry, "env": _absolute_name(entry["env"], folder)}
     return entry
+
+
+def _absolute_name(name: Any, folder: Path) -> Any:
+    """`./file.py:name`, its file made absolute."""
+    if not isinstance(name, str) or ".py:" not in name:
+        return name
+    path, _, name = name.rpartition(":")
+    return f"{os.path.realpath(folder / path)}:{name}"
 
 
 def override(text: str) -> Source:

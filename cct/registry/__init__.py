@@ -3,7 +3,7 @@
 from .components import REGISTRIES, Component, Registry, children, descendants
 from .extras import install, optional
 from .knobs import Knobs, did_you_mean
-from .plugins import MOST_CODE, PluginError, load_entry_points, load_plugin, origin, run_file
+from .plugins import MOST_CODE, PluginError, load_entry_points, load_plugin, named_in_code, origin, run_file
 from .user_code import RAISED, Exited, described, error_text, no_exit, raised_at
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "install",
     "load_entry_points",
     "load_plugin",
+    "named_in_code",
     "no_exit",
     "optional",
     "origin",

@@ -11,10 +11,12 @@ from hashlib import sha256
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from cct.system.plain_yaml import Unreadable, read_file
 
 from .components import REGISTRIES, Component
+from .knobs import did_you_mean
 from .user_code import Exited, no_exit
 
 _PLUGIN = "cct_plugin_"  # begins the names of modules made from files
@@ -74,6 +76,23 @@ def run_file(path: Path) -> ModuleType:
         sys.modules.pop(module_name, None)
         raise
     return module
+
+
+def named_in_code(name: str) -> Any:
+    """What `./file.py:name` or `package.module:name` names. Raises ValueError where there is no such module or name."""
+    where, _, attribute = name.rpartition(":")
+    if not where.endswith(".py"):
+        _module_file(where)  # says so where it is not installed
+        with no_exit():
+            module = importlib.import_module(where)
+    elif not os.path.isfile(where):
+        raise ValueError(f"{where} {'is no file' if os.path.lexists(where) else 'does not exist'}")
+    else:
+        module = run_file(Path(os.path.realpath(where)))
+    if not hasattr(module, attribute):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        raise ValueError(f"{where}: {did_you_mean('function or class', attribute, own)}")
+    return getattr(module, attribute)
 
 
 def origin(cls: type[Component]) -> str:
