@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -11,7 +12,16 @@ from conftest import make_mask, make_rollout
 from torch.testing import assert_close
 
 from cct.loading import load_recipe
-from cct.transport import bi_level_gae, gated_gae, gigpo_advantage, group_advantage, segment_advantage, transports
+from cct.transport import (
+    bi_level_gae,
+    gated_gae,
+    gigpo_advantage,
+    group_advantage,
+    segment_advantage,
+    transports,
+    turn_gae,
+    turn_return,
+)
 from cct.transport.functional import from_start, starts_after, starts_at_cuts, turn_ends, turn_starts
 
 NAN = float("nan")
@@ -96,6 +106,120 @@ def test_bi_level_gae_without_any_decay_is_the_return_minus_the_value():
         transports["bi_level_gae"](whiten=False)(rollout).advantages,
         transports["monte_carlo"](whiten=False)(rollout).advantages,
     )
+
+
+@pytest.mark.parametrize("knobs", [{"gamma": 0.5, "lam": 0.5, "lam_value": 0.25}, {"gamma": 0.9, "lam": 1.0, "lam_value": 0.0}])
+def test_turn_gae_equals_its_definition_as_a_loop(knobs):
+    rollout = make_rollout(mask=MASKS, seed=3)
+    rewards, values = rollout.rewards.double(), rollout.values.double()
+    got = turn_gae(rewards, values, MASKS, **knobs, bootstrap=rollout.bootstrap)
+    for row in range(len(MASKS)):
+        v_next = rollout.bootstrap[row].item()
+        advantage = trace = 0.0
+        for turn in reversed(turns_of(MASKS[row])):
+            r, v = rewards[row, turn], values[row, turn[0]].item()
+            delta = r.sum().item() + knobs["gamma"] * v_next - v
+            advantage = delta + knobs["gamma"] * knobs["lam"] * advantage
+            trace = delta + knobs["gamma"] * knobs["lam_value"] * trace
+            for place, t in enumerate(turn):
+                assert got[0][row, t].item() == pytest.approx(advantage, abs=1e-12)
+                assert got[1][row, t].item() == pytest.approx(v + trace - r[:place].sum().item(), abs=1e-12)
+            v_next = v
+    assert got[0][~MASKS].eq(0).all() and got[1][~MASKS].eq(0).all()
+
+
+def test_turn_gae_by_hand():
+    # turns (0 1) and (4 5), gamma .5, lam .5: A_2 = 1 + 2 + .5 * 4 - .3 = 4.7;  A_1 = 1 + .5 * .3 - .1 + .25 * 4.7 = 2.225
+    rewards, values = T([0, 1, NAN, 9, 1, 2, 9, 9]), T([0.1, 7, NAN, 9, 0.3, -5, 9, 9])
+    after = torch.tensor([4.0])
+    got = turn_gae(rewards, values, make_mask("11001100"), gamma=0.5, lam=0.5, lam_value=1.0, bootstrap=after)
+    assert_close(got[0], T([2.225, 2.225, 0, 0, 4.7, 4.7, 0, 0]))
+    # targets: 3 + .5 * 4 = 5 and 5 - 1;  1 + .5 * 5 = 3.5, twice, since nothing is given before the second token
+    assert_close(got[1], T([3.5, 3.5, 0, 0, 5, 4, 0, 0]))
+
+
+def test_turn_gae_with_turns_of_one_token_is_gae():
+    rollout = make_rollout(mask=make_mask("1010101", "0100100"))
+    knobs = {"gamma": 0.9, "lam": 0.8, "lam_value": 0.7}
+    one, gae = transports["turn_gae"](**knobs)(rollout), transports["gae"](**knobs)(rollout)
+    assert_close(one.advantages, gae.advantages)
+    assert_close(one.value_targets, gae.value_targets)
+
+
+def test_turn_return_by_hand():
+    # Returns from each turn on: 3 2 | 5 | 1 1 ... of 3, 5 and 1 the others' means are 3, 2 and 4.
+    mask = make_mask("1101", "1110", "1011", "0000")
+    rewards = T([0, 1, NAN, 2], [0, 0, 5, 9], [0, 9, 0, 1], [9, 9, 9, 9])
+    groups = torch.zeros(4).long()
+    assert_close(turn_return(rewards, mask, groups), T([0, 0, 0, -1], [3, 3, 3, 0], [-3, 0, -3, -3], [0] * 4))
+    # discounted by .5 per turn: 2 2 | 5 | .5 1; the others' means of 2, 5 and .5 are 2.75, 1.25 and 3.5
+    got = turn_return(rewards, mask, groups, gamma=0.5)
+    assert_close(got, T([-0.75, -0.75, 0, -0.75], [3.75] * 3 + [0], [-3, 0, -2.5, -2.5], [0] * 4))
+    # per turn: means 1 + 5 + 0 over three, 2 + 1 over two; centred -1, .5 | 3 | -2, -.5
+    got = turn_return(rewards, mask, groups, baseline="turn")
+    assert_close(got, T([-0.5, -0.5, 0, 0.5], [3, 3, 3, 0], [-2.5, 0, -0.5, -0.5], [0] * 4))
+    alone = torch.arange(4)
+    assert turn_return(rewards, mask, alone).eq(0).all() and turn_return(rewards, mask, alone, baseline="turn").eq(0).all()
+
+
+def test_turn_return_of_one_reward_at_the_end_is_leave_one_out():
+    rollout = make_rollout(mask=MASKS)
+    last = MASKS & (MASKS.flip(1).cumsum(1).flip(1) == 1)
+    rollout = rollout.replace(rewards=rollout.rewards * last)
+    assert_close(transports["turn_return"]()(rollout).advantages, transports["rloo"]()(rollout).advantages)
+
+
+# A policy that may stop: after each of its turns but the last it goes on with probability p. Turns are tokens, masked ones lie
+# between them; the decision at a turn is that turn's token. PAID[k]: what turn k gives.
+PAID = (-0.25, 1.0, -0.5)
+GO_ON = (0.3, 0.6)
+
+
+def expected_gradient(advantages_of, size: int = 3) -> torch.Tensor:
+    """The mean policy gradient by the logits of going on after each turn, over all groups of `size` episodes."""
+    turns = range(1, len(PAID) + 1)
+    probability, scores = {}, {}
+    for n in turns:
+        went_on = [1.0] * (n - 1) + [0.0] * (n <= len(GO_ON))
+        probability[n] = math.prod(p if go else 1 - p for p, go in zip(GO_ON, went_on, strict=False))
+        scores[n] = [go - p for p, go in zip(GO_ON, went_on, strict=False)]  # d log pi / d logit, at each decision
+    total = torch.zeros(len(GO_ON), dtype=torch.float64)
+    for group in itertools.product(turns, repeat=size):
+        mask = make_mask(*("101010"[: 2 * n].ljust(6, "0") for n in group))
+        rewards = torch.tensor([[PAID[0], 9, PAID[1], 9, PAID[2], 9]] * size, dtype=torch.float64)
+        advantages = advantages_of(rewards, mask, torch.zeros(size).long())[:, ::2]
+        weight = math.prod(probability[n] for n in group) / size
+        for row, n in enumerate(group):
+            for k, score in enumerate(scores[n]):
+                total[k] += weight * score * advantages[row, k]
+    return total
+
+
+def test_turn_return_has_the_true_policy_gradient_where_the_policy_decides_when_to_stop():
+    p, q = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (math.log(0.3 / 0.7), math.log(0.6 / 0.4)))
+    value = PAID[0] + p.sigmoid() * (PAID[1] + q.sigmoid() * PAID[2])
+    true = torch.stack(torch.autograd.grad(value, (p, q)))
+    assert true[0] > 0.1 and true[1] < -0.02  # one more turn pays, a third does not
+    assert_close(expected_gradient(turn_return), true)
+    biased = expected_gradient(lambda *x: turn_return(*x, baseline="turn"))
+    assert abs(biased[0]) < 1e-12 and abs(biased[1]) < 1e-12  # every turn is worth its own mean: nothing is learnt
+
+
+def test_per_turn_means_point_the_wrong_way_where_the_decision_itself_has_a_price():
+    """Going on costs .25 at once and brings 1 with the next turn: to be learnt. By per-turn means it is unlearnt."""
+    probability, true = 0.4, 0.4 * 0.6 * (1 - 0.25)
+    found = {"episode": 0.0, "turn": 0.0}
+    for group in itertools.product([True, False], repeat=2):
+        mask = make_mask(*("101" if go else "100" for go in group))
+        rewards = torch.tensor([[-0.25 if go else 0.0, 9.0, 1.0] for go in group])
+        weight = math.prod(probability if go else 1 - probability for go in group) / 2
+        for baseline in found:
+            advantages = transports["turn_return"](baseline=baseline)(
+                make_rollout(mask=mask, rewards=rewards, groups=torch.zeros(2).long())
+            ).advantages
+            found[baseline] += sum(weight * (go - probability) * advantages[row, 0].item() for row, go in enumerate(group))
+    assert found["episode"] == pytest.approx(true) and true > 0
+    assert found["turn"] == pytest.approx(-0.4 * 0.6 * 0.25 / 2)  # the price alone, halved as each counts in its own mean
 
 
 def test_gigpo_by_hand():

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
         segment_advantage,
         token_returns,
         trace_weights,
+        turn_gae,
+        turn_return,
         vtrace,
         whiten,
     )
@@ -59,6 +61,8 @@ __all__ = [
     "token_returns",
     "trace_weights",
     "transports",
+    "turn_gae",
+    "turn_return",
     "vtrace",
     "whiten",
 ]

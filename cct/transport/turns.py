@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from cct.rollout import Credit, Rollout
@@ -45,6 +47,86 @@ class BiLevelGAE(TokenCredit):
             bootstrap=rollout.bootstrap,
         )
         return Credit(self._finish(rollout, advantages), targets)
+
+
+@transports.register("turn_gae")
+class TurnGAE(TokenCredit):
+    """GAE from turn to turn: V at a turn's first token, the turn's advantage on each of its tokens (Turn-PPO, Li et al. 2025).
+
+    Source: arXiv 2512.17008, which clips per turn as well. Pitfall: within a turn nothing is told apart; whitened over tokens,
+    long turns weigh more.
+    """
+
+    lam: float = Field(1.0, ge=0, le=1)
+    """Trace decay of the advantage from turn to turn: 1 trusts the outcome, 0 trusts the critic."""
+    lam_value: float = Field(1.0, ge=0, le=1)
+    """Trace decay of the value target from turn to turn."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per turn."""
+
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset() if self.whiten else frozenset({"linear", "split"})
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {"gap": "a gap ends a turn"}
+
+    def __call__(self, rollout: Rollout) -> Credit:
+        from .functional import turn_gae
+
+        assert rollout.values is not None
+        advantages, targets = turn_gae(
+            rollout.rewards,
+            rollout.values,
+            rollout.mask,
+            gamma=self.gamma,
+            lam=self.lam,
+            lam_value=self.lam_value,
+            bootstrap=rollout.bootstrap,
+        )
+        return Credit(self._finish(rollout, advantages), targets)
+
+
+@transports.register("turn_return")
+class TurnReturn(Transport):
+    """The return from each turn on, minus the mean return of the other episodes of the group; it needs no critic.
+
+    A turn is credited with the rewards from it on, where `rloo` credits it with all of the episode's; with one reward at the
+    end the two are the same. Sources: Williams 1992, Ahmadian et al. 2024; `baseline: turn` after MT-GRPO, Zeng et al. 2025,
+    arXiv 2505.11821.
+    """
+
+    reads_policy = False
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per turn."""
+    baseline: Literal["episode", "turn"] = "episode"
+    """episode: the mean return of the group's other episodes, which is unbiased. turn: each turn's reward less its mean over
+    the group's episodes that have a turn of that number, as in other frameworks. It is biased where the policy decides when to
+    stop: each further turn takes off one more mean, so that going on is not credited with what later turns are worth."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"groups"})
+
+    @property
+    def claims(self) -> frozenset[str]:
+        return frozenset({"linear", "split"})
+
+    @property
+    def waives(self) -> dict[str, str]:
+        found = {"gap": "a gap ends a turn"}
+        if self.baseline == "turn":
+            found["equal"] = "turns are compared by their own rewards, which differ where episodes have equal sums"
+            found["outcome"] = "an episode that alone has a turn of some number gets nothing for it"
+        elif self.gamma < 1:
+            found["equal"] = "returns are discounted per turn, and differ where equal sums come after more turns"
+        return found
+
+    def __call__(self, rollout: Rollout) -> Credit:
+        from .functional import turn_return
+
+        return Credit(turn_return(rollout.rewards, rollout.mask, rollout.groups, gamma=self.gamma, baseline=self.baseline))
 
 
 @transports.register("gigpo")

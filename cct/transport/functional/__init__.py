@@ -39,6 +39,7 @@ from .masked import (
     whiten,
 )
 from .segments import (
+    TurnBaseline,
     bi_level_gae,
     from_start,
     gigpo_advantage,
@@ -47,6 +48,8 @@ from .segments import (
     starts_after,
     starts_at_cuts,
     turn_ends,
+    turn_gae,
+    turn_return,
     turn_starts,
 )
 from .traces import (
@@ -113,7 +116,10 @@ __all__ = [
     "swap_between",
     "token_returns",
     "trace_weights",
+    "TurnBaseline",
     "turn_ends",
+    "turn_gae",
+    "turn_return",
     "turn_starts",
     "varies",
     "vtrace",

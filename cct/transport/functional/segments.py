@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cct.tensors import operator
 
-from .groups import Scale, group_advantage
+from .groups import Scale, _grouping, group_advantage
 from .masked import next_step, ordered, previous_step
-from .traces import Steps, scan
+from .traces import Steps, gated_gae, scan
+
+TurnBaseline = Literal["episode", "turn"]
 
 
 @operator
@@ -75,6 +78,74 @@ def bi_level_gae(
         return s.trace(torch.where(ends, of_turns, delta), decay)
 
     return s.only(trace(lam, lam_turn)), s.only(s.values + trace(lam_value, lam_value))
+
+
+@torch.no_grad()
+@operator
+def turn_gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    lam_value: float = 1.0,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GAE whose steps are turns: each turn's advantage on each of its tokens, and value targets, [B, T] each.
+
+    With V_k read at the first token of turn k and R_k the sum of its rewards:
+    A_k = R_k + gamma V_{k+1} - V_k + gamma lam A_{k+1}. After the last turn V is `bootstrap` [B], default 0.
+    The target of a turn's first token is V_k + the same trace with lam_value; that of a later one is this less the turn's
+    rewards before it, so that the critic learns at every token. No other value than those at first tokens reaches an advantage.
+
+    It is GAE that decays at the last token of each turn only, read at the first ones; with turns of one token it is GAE.
+    Source: Turn-PPO, Li et al. 2025, arXiv 2512.17008.
+    """
+    ends = turn_ends(mask)
+
+    def between(knob: float) -> Tensor:
+        return torch.ones_like(rewards).masked_fill(ends, knob)
+
+    g, to_advantage, to_target = between(gamma), between(lam), between(lam_value)
+    advantages, targets = gated_gae(rewards, values, mask, gamma=g, lam=to_advantage, lam_value=to_target, bootstrap=bootstrap)
+    return from_start(advantages, turn_starts(mask)).masked_fill(~mask, 0.0), targets
+
+
+@torch.no_grad()
+@operator
+def turn_return(
+    rewards: Tensor, mask: Tensor, groups: Tensor, *, gamma: float = 1.0, baseline: TurnBaseline = "episode"
+) -> Tensor:
+    """The return from each turn on, relative to the group, on each of the turn's tokens, [B, T].
+
+    With R_k the sum of the rewards of turn k: G_k = R_k + gamma G_{k+1}. groups: [B] int; empty responses do not count.
+    baseline `episode`: A_k = G_k - the mean of G_1 over the other episodes of the group. It knows nothing of the episode
+    itself, so the policy gradient is unbiased, whatever ends an episode.
+    `turn`: A_k = sum over j >= k of gamma^(j-k) (R_j - the mean of R_j over the group's episodes with a turn j).
+    An episode alone in its group gets 0.
+
+    Sources: Williams 1992 (return to go); Ahmadian et al. 2024 (leave one out). Per turn: after MT-GRPO, Zeng et al. 2025,
+    arXiv 2505.11821, for any number of turns and without its division by deviations.
+    Pitfall: `turn` takes off one mean for each turn that the episode has. A policy that decides when to stop decides how many,
+    so its gradient is biased, against going on where later turns are rewarded (verl issue 7244).
+    """
+    rewards, starts, valid = rewards.masked_fill(~mask, 0.0), turn_starts(mask), mask.any(1)
+    index, per_group = _grouping(groups)
+    decay = torch.ones_like(rewards).masked_fill(turn_ends(mask), gamma)
+    if baseline == "turn":
+        place = index.unsqueeze(1), starts.long().cumsum(1)  # group, and number of the turn from 1 on
+        empty = rewards.new_zeros(len(per_group(valid)), mask.shape[1] + 1)
+        total = empty.index_put(place, rewards, accumulate=True)
+        reached = empty.index_put(place, starts.to(rewards.dtype), accumulate=True).clamp(min=1)
+        advantages = scan(rewards - (total / reached)[place].masked_fill(~starts, 0.0), decay)
+    else:
+        onwards = scan(rewards, decay)
+        whole = onwards[:, 0]
+        relative = group_advantage(whole, groups, baseline="leave_one_out", scale="none", valid=valid)
+        alone = (per_group(valid.to(rewards.dtype)) <= 1)[index]
+        advantages = (onwards + (relative - whole).unsqueeze(1)).masked_fill(alone.unsqueeze(1), 0.0)
+    return from_start(advantages, starts).masked_fill(~mask, 0.0)
 
 
 @torch.no_grad()
