@@ -5,7 +5,7 @@ from conftest import make_rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cct.training.minibatches import micro_batches, trimmed
+from cct.training.plans import micro_batches, trimmed
 
 
 def test_rows_of_like_length_go_together_and_to_ranks_in_turn():

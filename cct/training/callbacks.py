@@ -7,6 +7,7 @@ import json
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -161,9 +162,13 @@ class Recorder(Checkpoint):
 
 
 def samples_of(ended: Iteration, count: int) -> list[dict[str, Any]]:
-    """The first responses of an iteration, for people, in the order of the prompts; `advantage` is the mean over the tokens."""
+    """The first responses of an iteration, for people, in the order of the prompts; `advantage` is the mean over the tokens.
+
+    An episode has its turns; one of several rows the advantage of its first.
+    """
     mask = ended.rollout.mask
     means = (ended.credit.advantages.masked_fill(~mask, 0.0).sum(1) / mask.sum(1).clamp(min=1)).tolist()
+    every = sorted(zip(ended.order, ended.rows, means, strict=True), key=lambda each: each[0])
     return [
         {
             "prompt": row.prompt.text,
@@ -171,8 +176,9 @@ def samples_of(ended: Iteration, count: int) -> list[dict[str, Any]]:
             "reward": sum(row.rewards),
             "advantage": mean,
             "finished": row.response.finished,
+            **({"turns": [asdict(turn) for turn in row.response.turns]} if row.response.turns else {}),
         }
-        for _, row, mean in sorted(zip(ended.order, ended.rows, means, strict=True), key=lambda each: each[0])[:count]
+        for _, row, mean in [each for each in every if each[1].order == 0][:count]
     ]
 
 

@@ -27,7 +27,7 @@ from cct.rollout import Credit, Rollout, Trace, derive_seed
 from cct.tensors import as_mask
 from cct.transport.functional import join, jointly, masked_mean_std
 
-from .minibatches import Plan, forward_plans, or_any, trimmed
+from .plans import Plan, forward_plans, or_any, trimmed
 from .processes import Ranks
 from .rows import OBSERVED, Row
 from .sampler import Sampler

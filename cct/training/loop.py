@@ -20,7 +20,8 @@ from cct.rollout import Credit, Rollout, Trace, derive_seed
 from .credit import Estimator, random_order
 from .evaluation import evaluate
 from .metrics import rollout_metrics, statistic_metrics
-from .minibatches import Batch, CriticBatch, CriticData, Plan, forward_plans, origin_of, passes, policy_batches
+from .minibatches import Batch, CriticBatch, CriticData, origin_of, passes, policy_batches
+from .plans import Plan, forward_plans
 from .processes import Ranks
 from .rows import Row, episode_metrics
 from .sampler import Sampler

@@ -10,13 +10,22 @@ from torch import Tensor
 from cct.geometry import Geometry
 from cct.rollout import Credit, Rollout
 from cct.statistic import Statistic
-from cct.transport.functional import explained_variance, explained_variance_within, gated_gae, masked_mean_std
+from cct.transport.functional import explained_variance, explained_variance_within, gated_gae, join, masked_mean_std
 
 from .minibatches import correction
 
 
 def rollout_metrics(rollout: Rollout, seen: Rollout, credit: Credit, scores: Tensor, geometry: Geometry) -> dict[str, float]:
-    """Of a rollout and its credit. seen: the rollout as the transport saw it; scores: [B] of the evidence alone."""
+    """Of a rollout and its credit; an episode of several rows counts as one.
+
+    seen: the rollout as the transport saw it. scores: [B] of the evidence alone.
+    """
+    joined, split = join(rollout)
+    if split is not None:
+        seen = joined if seen is rollout else join(seen)[0]
+        credit = Credit(*(None if x is None else split.join(x) for x in vars(credit).values()))  # type: ignore[arg-type]
+        scores = scores.new_zeros(len(joined.mask)).index_add_(0, split.episode, scores)
+        rollout = joined
     mask, tokens = rollout.mask, rollout.attention_mask[:, rollout.prompt_width :].sum(1).float()
     mean = lambda x: float(masked_mean_std(x, mask)[0])  # noqa: E731
     kept = rollout.valid
