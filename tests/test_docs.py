@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 REGISTERS = re.compile(r'@(?:\w+\.)*(\w+)\.register\("(\w+)"\)')
 AXES = {"transports": "transport", "gates": "gate", "geometries": "geometry", "critics": "critic", "evidences": "evidence"}
+AXES |= {"statistics": "statistic"}
 
 
 def blocks(page: Path, language: str = "") -> list[str]:
@@ -54,7 +55,8 @@ def test_parts_of_every_kind_that_the_docs_explain_are_found():
         ("transports", "half_life"),
         ("transports", "last_step"),
         ("transports", "focus"),
-        ("gates", "sureness"),
+        ("gates", "exponential"),
+        ("statistics", "sureness"),
         ("evidences", "brief"),
     }
 
