@@ -40,7 +40,7 @@ PARTS = [
 @pytest.mark.parametrize(("page", "registry", "name", "code"), PARTS, ids=[f"{page}:{name}" for page, _, name, _ in PARTS])
 def test_every_part_of_the_docs_conforms(page, registry, name, code):
     axis = REGISTRIES[AXES[registry]]
-    exec(code, {"__name__": "docs"})
+    exec(compile(code, "docs", "exec", dont_inherit=True), {"__name__": "docs"})
     try:
         part: Component = axis[name]()
         verdicts = check(part, examples=20)

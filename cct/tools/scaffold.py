@@ -113,7 +113,7 @@ class {cls}(Statistic):
         return likeliest.exp().sum(-1)
 '''
 
-STATISTIC_RECIPE = """# `cct run {name}.yaml` trains on chain arithmetic; {name} gates Comp-GAE, and its mean and deviation are logged.
+STATISTIC_RECIPE = """# `cct run {name}.yaml` trains on chain arithmetic; {name} is the gate's statistic, and logged.
 name: {name}
 plugins: [./{name}.py]
 task: {{use: chain_arithmetic, steps: 6}}
