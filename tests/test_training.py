@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cct.training.rollouts import load, stored
 from held import Held
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -31,7 +32,6 @@ from cct.system.files import WriteError
 from cct.training.judge import judge
 from cct.training.minibatches import CriticBatch, PolicyBatch
 from cct.training.processes import Ranks
-from cct.training.rollouts import load, stored
 from cct.training.run import evaluate_run, resume, start, train
 from cct.training.sampler import Sampler
 
@@ -325,7 +325,7 @@ def test_a_single_step_on_policy_needs_no_forward_before_it(tmp_path):
 def test_statistics_are_logged_and_stored_whatever_the_transport_reads(tmp_path):
     asked = "logging.statistics=[entropy, {use: anchor, near: 1}]"
     folder = run(tiny("grpo", "training.minibatch_size=16", asked), tmp_path)
-    events = read_metrics(folder)[1:]
+    events = RunFolder(folder).metrics[1:]
     assert len(events) == 2 and all(event["time/behaviour"] > 0 for event in events)  # grpo alone would need no such forward
     for event in events:
         assert event["statistic/token_entropy/mean"] == pytest.approx(event["train/entropy"])
