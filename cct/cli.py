@@ -188,10 +188,12 @@ def _of_parts(add: Add) -> None:
     listing.add_argument("axis", nargs="?", metavar="AXIS", help=f"of {', '.join(AXES)}; with its knobs")
     listing.add_argument("--markdown", action="store_true", help="as the page docs/catalogue.md, of what comes with cct")
 
-    operator = add("check-operator", commands.check_operator, "run the conformance suite on a part, one's own included")
+    operator = add("check-operator", commands.check_operator, "run the conformance suite on a part, your own included")
     operator.add_argument("operator", metavar="NAME_OR_FILE:NAME", help="a registered name, or file.py:NAME")
     operator.add_argument(
-        "--axis", choices=("transport", "gate", "geometry", "critic", "evidence"), help="where a name is several"
+        "--axis",
+        choices=("transport", "gate", "statistic", "geometry", "critic", "evidence"),
+        help="if several axes have the name",
     )
     operator.add_argument("--examples", type=int, default=60, metavar="N", help="inputs tried on each property (default: 60)")
     operator.add_argument("--set", action="append", default=[], metavar="a=b", help="change a knob; may be repeated")
@@ -200,7 +202,7 @@ def _of_parts(add: Add) -> None:
     schema.add_argument("recipe", nargs="?", help="include this recipe's plug-ins")
 
     new = add("new", commands.new, "write a component of your own with a recipe and a test")
-    new.add_argument("axis", choices=("transport",))
+    new.add_argument("axis", choices=("transport", "statistic"))
     new.add_argument("name")
 
 

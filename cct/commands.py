@@ -161,9 +161,9 @@ def schema(arguments: argparse.Namespace) -> int:
 
 
 def new(arguments: argparse.Namespace) -> int:
-    from cct.tools.scaffold import new_transport
+    from cct.tools.scaffold import new_part
 
-    for path in new_transport(arguments.name, Path.cwd()):
+    for path in new_part(arguments.axis, arguments.name, Path.cwd()):
         say(f"wrote {path}")
     name = arguments.name
     say(f"try: cct run {name}.yaml, pytest test_{name}.py, and cct check-operator {name}.py:{name}")

@@ -65,6 +65,12 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
         "0 to 1",
     ),
     Metric(
+        "statistic/NAME/mean, statistic/NAME/std",
+        "mean and standard deviation over tokens of each statistic in `logging.statistics`; NAME as in the stored rollouts, "
+        "`concentration/shannon/all/0` or `token_entropy`",
+        "that of the statistic",
+    ),
+    Metric(
         "critic/explained_variance",
         "explained variance of the undiscounted Monte-Carlo return by the critic's values, before the critic learns from it",
         "at most 1",

@@ -440,15 +440,14 @@ assert isinstance(load_recipe({path!r}).transport, half_life.HalfLife)
 
 
 # --- new --------------------------------------------------------------------------------------
-def test_new_transport_writes_three_files_that_work(capsys, tmp_path):
+@pytest.mark.parametrize(("axis", "says"), [("transport", "my_decay, critic none"), ("statistic", "comp_gae, critic tac")])
+def test_new_writes_three_files_that_work(capsys, tmp_path, axis, says):
     with contextlib.chdir(tmp_path):
-        code, output, _ = leaves(["new", "transport", "my_decay"], capsys)
+        code, output, _ = leaves(["new", axis, "my_decay"], capsys)
     names = ["my_decay.py", "my_decay.yaml", "test_my_decay.py"]
     assert code == 0 and sorted(path.name for path in tmp_path.iterdir()) == names
     assert all(name in output for name in names)
-    assert (
-        cct_process("check", "my_decay.yaml", folder=tmp_path).stdout == "my_decay.yaml: ok (my_decay: my_decay, critic none)\n"
-    )
+    assert cct_process("check", "my_decay.yaml", folder=tmp_path).stdout == f"my_decay.yaml: ok (my_decay: {says})\n"
     done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", ".", folder=tmp_path)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout
 
@@ -496,13 +495,16 @@ def test_new_refuses_names_that_would_not_work(capsys, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["credit", "rollout", "transport", "field", "a", "A1"])
-def test_a_new_class_hides_nothing_it_uses(capsys, tmp_path, name):
+@pytest.mark.parametrize("axis", ["transport", "statistic"])
+def test_a_new_class_hides_nothing_it_uses(capsys, tmp_path, axis, name):
     with contextlib.chdir(tmp_path):
-        assert leaves(["new", "transport", name], capsys)[0] == 0
+        assert leaves(["new", axis, name], capsys)[0] == 0
     tree = ast.parse((tmp_path / f"{name}.py").read_text())
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert not imported & {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    assert yaml.safe_load((tmp_path / f"{name}.yaml").read_text())["transport"]["use"] == name
+    recipe = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())
+    part = recipe["transport"] if axis == "transport" else recipe["logging"]["statistics"][0]
+    assert part["use"] == name
 
 
 def test_a_media_package_built_for_another_torch_is_said(tmp_path):

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 REGISTERS = re.compile(r'@(?:\w+\.)*(\w+)\.register\("(\w+)"\)')
 AXES = {"transports": "transport", "gates": "gate", "geometries": "geometry", "critics": "critic", "evidences": "evidence"}
+AXES |= {"statistics": "statistic"}
 
 
 def blocks(page: Path, language: str = "") -> list[str]:
@@ -39,7 +40,7 @@ PARTS = [
 @pytest.mark.parametrize(("page", "registry", "name", "code"), PARTS, ids=[f"{page}:{name}" for page, _, name, _ in PARTS])
 def test_every_part_of_the_docs_conforms(page, registry, name, code):
     axis = REGISTRIES[AXES[registry]]
-    exec(code, {"__name__": "docs"})
+    exec(compile(code, "docs", "exec", dont_inherit=True), {"__name__": "docs"})
     try:
         part: Component = axis[name]()
         verdicts = check(part, examples=20)
@@ -54,7 +55,8 @@ def test_parts_of_every_kind_that_the_docs_explain_are_found():
         ("transports", "half_life"),
         ("transports", "last_step"),
         ("transports", "focus"),
-        ("gates", "sureness"),
+        ("gates", "exponential"),
+        ("statistics", "sureness"),
         ("evidences", "brief"),
     }
 

@@ -456,18 +456,49 @@ def test_a_control_of_a_product_keeps_its_values():
 
 def test_the_gate_of_the_docs_works_as_it_is_written_there():
     text = (Path(__file__).parents[1] / "docs" / "transport.md").read_text(encoding="utf-8")
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class SurenessGate" in block]
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "class ExponentialGate" in block]
     names = gates.names()
-    exec(code, {"__name__": "docs"})
+    exec(compile(code, "docs", "exec", dont_inherit=True), {"__name__": "docs"})
     try:
-        gate = transports["comp_gae"].model_validate({"gate": {"use": "shuffle", "of": "sureness"}, "whiten": False})
-        plain = gates["sureness"]()
+        gate = transports["comp_gae"].model_validate({"gate": {"use": "shuffle", "of": "exponential"}, "whiten": False})
+        plain = gates["exponential"]()
         ids, attention_mask, width = padded([[3, 4], [5, 6]], [[7, 8, 9, 10], [12, 13, 14]])
         stats = Agent(tiny_model(), None)(ids, attention_mask, width, statistics=gate.statistics).stats
         rollout = make_rollout(mask=attention_mask[:, -width:].bool(), stats=stats)
         credit = gate(rollout)
-        assert credit.gate[rollout.mask].min() > 0.95 and credit.gate[rollout.mask].std() > 0
+        assert credit.gate[rollout.mask].max() < 1 and credit.gate[rollout.mask].std() > 0
         assert not torch.equal(credit.gate, plain(rollout)) and not credit.advantages.requires_grad
     finally:
-        del gates._classes["sureness"]
+        del gates._classes["exponential"]
     assert gates.names() == names
+
+
+# --- any statistic --------------------------------------------------------------------------------
+NAMED = [
+    ("attention", {"sinks": 2, "layers": "all"}, {"use": "concentration", "sinks": 2, "layers": "all"}, 1),
+    ("entropy", {}, "entropy", -1),
+    ("logprob", {}, "logprob", 1),
+    ("hidden_change", {"distance": "relative"}, {"use": "hidden_change", "distance": "relative"}, -1),
+]
+
+
+@pytest.mark.parametrize(("name", "knobs", "of", "sign"), NAMED)
+def test_a_gate_by_the_name_of_its_statistic_is_the_gate_of_that_statistic(name, knobs, of, sign):
+    named = gates[name].model_validate({**knobs, "low": 0.8})
+    free = gates["statistic"].model_validate({"of": of, "sign": sign, "low": 0.8})
+    assert free.statistics == named.statistics and free.needs == named.needs
+    rollout = make_rollout(4, 12, statistics=free.statistics)
+    later = rollout.replace(moments=moments(free, 0.2, 0.5))
+    assert torch.equal(free(rollout), named(rollout)) and torch.equal(free(later), named(later))
+
+
+@pytest.mark.parametrize("name", ["anchor", "outcome_attention"])
+def test_a_statistic_of_later_tokens_is_no_discount(name):
+    with pytest.raises(ValidationError, match=f"'{name}' depends on later tokens.*concentration, entropy"):
+        gates["statistic"].model_validate({"of": name})
+
+
+def test_a_statistic_of_the_token_itself_counts_one_token_later():
+    gate = gates["statistic"].model_validate({"of": "logprob", "low": 0.9})
+    found = gate(of_statistic(gate, [[-1.0, 1.0, 0.0]]).replace(moments=moments(gate, 0.0, 1.0)))
+    assert_close(found, torch.tensor([[0.95, 0.9 + 0.1 * sigmoid(-1), 0.9 + 0.1 * sigmoid(1)]]))

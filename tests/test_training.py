@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from cct.training.rollouts import load, stored
 from held import Held
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -319,6 +320,19 @@ def test_a_single_step_on_policy_needs_no_forward_before_it(tmp_path):
     two_steps = RunFolder(run(tiny("grpo", "training.minibatch_size=8"), tmp_path)).metrics[-1]
     corrected = RunFolder(run(tiny("grpo", *one_step, "geometry.correction=truncate"), tmp_path)).metrics[-1]
     assert "time/behaviour" in two_steps and "time/behaviour" in corrected
+
+
+def test_statistics_are_logged_and_stored_whatever_the_transport_reads(tmp_path):
+    asked = "logging.statistics=[entropy, {use: anchor, near: 1}]"
+    folder = run(tiny("grpo", "training.minibatch_size=16", asked), tmp_path)
+    events = RunFolder(folder).metrics[1:]
+    assert len(events) == 2 and all(event["time/behaviour"] > 0 for event in events)  # grpo alone would need no such forward
+    for event in events:
+        assert event["statistic/token_entropy/mean"] == pytest.approx(event["train/entropy"])
+        assert event["statistic/token_entropy/std"] > 0 and 0 < event["statistic/anchor/last_half/1-64/mean"] < 1
+    first, second = (load(stored(folder)[iteration]) for iteration in (1, 2))
+    assert {"token_entropy", "anchor/last_half/1-64"} <= first.stats.keys()
+    assert first.moments == {} and second.moments["token_entropy"][0] == pytest.approx(events[0]["train/entropy"])
 
 
 def test_a_ratio_to_the_engine_needs_no_forward_before_the_update(tmp_path):

@@ -190,7 +190,8 @@ def _credit(transport: Transport, name: str, rollout: Rollout, recipe: Recipe, i
         if missing not in rollout.stats:
             raise RecipeError(
                 f"{where} reads the statistic {missing} ({json.dumps(what.model_dump(mode='json'))}), which the run's forward "
-                f"did not take; stored are: {', '.join(rollout.stats)}. A run whose transport asks for it stores it"
+                f"did not take; stored are: {', '.join(rollout.stats)}. A run stores it if its transport asks for it "
+                "or logging.statistics names it"
             )
     try:
         credit = transport.checked(rollout)

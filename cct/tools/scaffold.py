@@ -1,4 +1,4 @@
-"""`cct new`: a transport of one's own, with a recipe that trains it and a test that passes."""
+"""`cct new`: a transport or a statistic of your own, with a recipe that trains with it and a test that passes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from cct.recipe import RecipeError
-from cct.registry import load_entry_points
+from cct.registry import REGISTRIES, load_entry_points
 from cct.system.files import WriteError, remove, write_text
 from cct.system.plain_yaml import load
 
@@ -43,7 +43,7 @@ class {cls}(Transport):
         return Credit(outcome.unsqueeze(1) * 0.5 ** (to_end / self.half_life) * rollout.mask)
 '''
 
-RECIPE = """# `cct run {name}.yaml` trains {name} on chain arithmetic, with a constant learning rate.
+TRANSPORT_RECIPE = """# `cct run {name}.yaml` trains {name} on chain arithmetic, with a constant learning rate.
 name: {name}
 plugins: [./{name}.py]
 task: {{use: chain_arithmetic, steps: 6}}
@@ -55,7 +55,7 @@ geometry: {{use: ppo_clip}}
 training: {{iterations: 30, prompts_per_iteration: 16, responses_per_prompt: 16, minibatch_size: 64}}
 """
 
-TEST = '''"""What {name} promises."""
+TRANSPORT_TEST = '''"""What {name} promises."""
 
 from pathlib import Path
 
@@ -84,20 +84,91 @@ def test_the_better_response_gets_credit():
 '''
 
 
-def new_transport(name: str, folder: Path) -> list[Path]:
-    """Write NAME.py, NAME.yaml and test_NAME.py. Raises RecipeError on a bad name; never overwrites."""
-    from cct.transport import transports
+STATISTIC = '''"""A statistic of my own."""
 
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from cct.statistic import Statistic, statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cct.statistic import Forward
+
+
+@statistics.register("{name}")
+class {cls}(Statistic):
+    """Probability of the `top` likeliest tokens where token t is drawn."""
+
+    top: int = Field(1, ge=1)
+    """Tokens that count."""
+
+    reads = frozenset({{"distribution"}})  # of the forward; `attention` and `hidden_states` are the others
+    knows = "before"  # only tokens before t, so that a gate may read it; the conformance suite looks
+
+    def measure(self, forward: "Forward") -> "Tensor":
+        likeliest = forward.distribution.topk(min(self.top, forward.distribution.shape[-1])).values  # [B, T, top]
+        return likeliest.exp().sum(-1)
+'''
+
+STATISTIC_RECIPE = """# `cct run {name}.yaml` trains on chain arithmetic; {name} is the gate's statistic, and logged.
+name: {name}
+plugins: [./{name}.py]
+task: {{use: chain_arithmetic, steps: 6}}
+policy: {{use: scratch, warm_start: {{steps: 700}}}}
+generation: {{use: transformers, max_new_tokens: 48}}
+evidence: [exact_match]
+critic: tac
+transport: {{use: comp_gae, gate: {{use: statistic, of: {{use: {name}, top: 2}}}}}}
+geometry: {{use: ppo_clip}}
+training: {{iterations: 30, prompts_per_iteration: 16, responses_per_prompt: 16, minibatch_size: 64}}
+logging: {{statistics: [{{use: {name}, top: 2}}]}}
+"""
+
+STATISTIC_TEST = '''"""What {name} promises."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cct.loading import load_recipe
+from cct.tools.conformance import check
+
+(STATISTIC,) = load_recipe(Path(__file__).parent / "{name}.yaml").logging.statistics
+
+
+@pytest.mark.parametrize("verdict", check(STATISTIC), ids=lambda verdict: verdict.property)
+def test_it_conforms(verdict):
+    assert verdict.outcome != "FAILED", f"{{verdict.says}}: {{verdict.why}}\\n{{verdict.example}}"
+
+
+def test_the_two_likeliest_tokens_count():
+    forward = SimpleNamespace(distribution=torch.tensor([[[0.5, 0.2, 0.3]]]).log())  # one token, three to choose from
+    assert STATISTIC.measure(forward).tolist() == [[pytest.approx(0.8)]]
+'''
+
+TEMPLATES = {  # axis -> its module, recipe and test
+    "transport": (TRANSPORT, TRANSPORT_RECIPE, TRANSPORT_TEST),
+    "statistic": (STATISTIC, STATISTIC_RECIPE, STATISTIC_TEST),
+}
+
+
+def new_part(axis: str, name: str, folder: Path) -> list[Path]:
+    """Write NAME.py, NAME.yaml and test_NAME.py. Raises RecipeError on a bad name; never overwrites."""
     as_text = isinstance(load(name)[0], str) if re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII) else False
     if not as_text or keyword.iskeyword(name):
         raise RecipeError(
             f"'{name}' cannot name a module and a recipe; use letters, digits, underscores, for example half_life"
         )
     load_entry_points()
-    if name in transports.names():
-        raise RecipeError(f"transport '{name}' exists already; choose another name")
-    cls = "".join(word.capitalize() for word in name.split("_")) + "Transport"
-    texts = {f"{name}.py": TRANSPORT, f"{name}.yaml": RECIPE, f"test_{name}.py": TEST}
+    if name in REGISTRIES[axis].names():
+        raise RecipeError(f"{axis} '{name}' exists already; choose another name")
+    cls = "".join(word.capitalize() for word in name.split("_")) + axis.capitalize()
+    texts = dict(zip((f"{name}.py", f"{name}.yaml", f"test_{name}.py"), TEMPLATES[axis], strict=True))
     for file in texts:
         if (folder / file).exists():
             raise RecipeError(f"{folder / file} exists already; nothing was written")

@@ -9,7 +9,7 @@ from pydantic import Field
 from cct.rollout import Credit, Rollout
 
 from .base import Gate, Transport, gates, transports
-from .gate import AttentionGate
+from .sigmoid import AttentionGate
 
 if TYPE_CHECKING:
     from torch import Tensor
