@@ -65,6 +65,11 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
         "0 to 1",
     ),
     Metric(
+        "statistic/NAME/mean, statistic/NAME/std",
+        "mean and standard deviation over trainable tokens of a statistic, one of `logging.statistics`",
+        "its own",
+    ),
+    Metric(
         "critic/explained_variance",
         "explained variance of the undiscounted Monte-Carlo return by the critic's values, before the critic learns from it",
         "at most 1",
@@ -146,7 +151,7 @@ def markdown() -> str:
 TERMINAL = {  # label and format, while a run trains
     "train/tokens_per_second": ("tokens/s", ",.0f"),
     "train/reward": ("reward", ".3f"),
-    "time/left": ("time left", ""),  # known to the display alone
+    "left": ("time left", ""),  # known to the display alone
     "critic/explained_variance": ("explained variance", ".3f"),
     "eval/accuracy": ("held-out accuracy", ".3f"),
 }

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cct.statistic import Statistic
 from cct.agent.agent import Agent
+from cct.statistic import Statistic
 
 from .base import Broken, Malformed, Property
 from .cases import numbers, same
