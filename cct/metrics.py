@@ -152,7 +152,7 @@ def markdown() -> str:
 TERMINAL = {  # label and format, while a run trains
     "train/tokens_per_second": ("tokens/s", ",.0f"),
     "train/reward": ("reward", ".3f"),
-    "time/left": ("time left", ""),  # known to the display alone
+    "left": ("time left", ""),  # known to the display alone
     "critic/explained_variance": ("explained variance", ".3f"),
     "eval/accuracy": ("held-out accuracy", ".3f"),
 }

@@ -27,8 +27,8 @@ def test_a_placeholder_stands_for_the_name_of_a_part():
     ("recipe", "changes"),
     [
         ("compo", ["training.critic_warmup=1", "generation.overlong=drop"]),
-        ("compo", ["transport={use: vineppo, continuations: 2, least_tokens: 1}", "critic=", "training.critic_warmup=0"]),
-        ("remax", []),
+        ("compo", ["transport={use: vineppo, samples: 2}", "critic=", "training.critic_warmup=0"]),
+        ("remax", ["logging.statistics=[entropy]"]),
         ("grpo", ["geometry.kl_coef=0.1", "geometry.correction=truncate", "training.minibatch_size=16"]),
         ("grpo", ["geometry={use: clip_cov}", "geometry.kl_in_reward=0.1"]),
     ],
@@ -45,7 +45,8 @@ def test_every_metric_that_the_loop_names_is_explained():
     groups = "|".join(sorted({name.split("/")[0] for each in metrics.METRICS for name in each.names.split(", ")}))
     written = {
         node.value
-        for path in (ROOT / "cct" / "training").glob("*.py")
+        for folder in ("training", "policy")
+        for path in (ROOT / "cct" / folder).glob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(rf"({groups})/\w+", node.value)
     }
@@ -54,7 +55,7 @@ def test_every_metric_that_the_loop_names_is_explained():
 
 
 def test_what_is_shown_is_explained():
-    assert {name for name in SHOWN if not explained(name)} == {"time/left"}  # of the terminal alone
+    assert {name for name in SHOWN if not explained(name)} == {"left"}  # of the terminal alone
     assert all(explained(f"time/{stage}") for stage in metrics.STAGES)
 
 

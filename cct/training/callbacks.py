@@ -222,7 +222,7 @@ class Display:
         times = [event["time/iteration"] for _, event in self.history if "time/iteration" in event][-5:]
         if times:
             left = (iterations - iteration) * sum(times) / len(times)
-            newest["time/left"] = f"{int(left // 60)}:{int(left % 60):02d}"
+            newest["left"] = f"{int(left // 60)}:{int(left % 60):02d}"
         self.state = {"stage": self.state["stage"], "iteration": f"{iteration}/{iterations}"}
         self.state |= {label: format(newest[name], form) for name, (label, form) in TERMINAL.items() if name in newest}
         if not self.live or "eval/accuracy" in metrics:
