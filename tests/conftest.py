@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported; no test reaches the network
@@ -59,10 +60,17 @@ MODELS = {
 }
 
 
+def pytest_collection_finish():
+    """What is imported by now stays: no collection of garbage goes over it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
-    """Warm starts of tests are cached in a folder of this session, not in the user's."""
-    os.environ["CCT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+def cache(tmp_path_factory, worker_id):
+    """Warm starts of tests are cached in a folder of this session, which its workers share, not in the user's."""
+    root = tmp_path_factory.getbasetemp()
+    os.environ["CCT_CACHE"] = str((root if worker_id == "master" else root.parent) / "cache")
 
 
 def make_mask(*rows: str) -> torch.Tensor:

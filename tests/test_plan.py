@@ -94,13 +94,14 @@ def fresh(*arguments: str) -> int:
 @pytest.mark.parametrize(
     "name, sets",
     [
-        ("compo", SHORT_CRITIC),
-        ("gae", SHORT_CRITIC),
-        ("grpo", []),
-        ("grpo", LARGER),
-        ("compo", [*LARGER, *SHORT_CRITIC, "training.micro_batch_size=16"]),
+        pytest.param("compo", SHORT_CRITIC, id="compo"),
+        pytest.param("gae", SHORT_CRITIC, id="gae", marks=pytest.mark.slow),
+        pytest.param("grpo", [], id="grpo", marks=pytest.mark.slow),
+        pytest.param("grpo", LARGER, id="grpo-larger"),
+        pytest.param(
+            "compo", [*LARGER, *SHORT_CRITIC, "training.micro_batch_size=16"], id="compo-larger", marks=pytest.mark.slow
+        ),
     ],
-    ids=["compo", "gae", "grpo", "grpo-larger", "compo-larger"],
 )
 def test_the_plan_is_within_a_fifth_of_what_a_run_takes(tmp_path, name, sets):
     recipe, sets = f"recipes/{name}.yaml", [*SHORT, *sets]

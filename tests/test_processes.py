@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import forks
 import pytest
 import torch
 from test_training import RECIPES, TINY, TINY_CRITIC, run, tiny
@@ -50,9 +51,14 @@ def cct(*arguments):
     return done.stdout
 
 
-def two_processes(root, *sets, recipe="compo"):
+def by_a_launcher(*arguments):
+    """The command line in two processes that are there already."""
+    forks.cct(*arguments, ranks=2)
+
+
+def two_processes(root, *sets, recipe="compo", command=by_a_launcher):
     sets = [*SMALL, "training.devices=2", *sets]
-    cct("run", str(RECIPES / f"{recipe}.yaml"), "--runs", str(root), *(x for s in sets for x in ("--set", s)))
+    command("run", str(RECIPES / f"{recipe}.yaml"), "--runs", str(root), *(x for s in sets for x in ("--set", s)))
     return root / recipe / "001"
 
 
@@ -72,14 +78,15 @@ def assert_same_numbers(events, others, tolerance=1e-4):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_processes_give_the_numbers_of_one_resume_and_export(strategy, one_process, tmp_path):
-    folder = two_processes(tmp_path, f"training.strategy={strategy}")
+    command = cct if strategy == "ddp" else by_a_launcher
+    folder = two_processes(tmp_path, f"training.strategy={strategy}", command=command)
     assert_same_numbers(RunFolder(folder).metrics, one_process)
     export(folder, tmp_path / "exported")
     exported, final = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "exported", folder / "policy"))
     for (name, weight), (_, other) in zip(exported.named_parameters(), final.named_parameters(), strict=True):
         torch.testing.assert_close(weight, other, rtol=0, atol=1e-7, msg=name)
     assert [path.stem for path in RunFolder(folder).checkpoints] == ["000001", "000002"]
-    cct("run", "--resume", str(folder), "--set", "training.iterations=3")
+    command("run", "--resume", str(folder), "--set", "training.iterations=3")
     assert [e["iteration"] for e in RunFolder(folder).metrics] == [0, 0, 1, 2, 3]
 
 

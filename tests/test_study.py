@@ -289,6 +289,7 @@ def alive(process: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_study_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
     # 8 held-out problems, 16 responses, 8 problems, and the next response is the second iteration's.
     (tmp_path / "gated.py").write_text(GATED.replace("STOP", "33"))
