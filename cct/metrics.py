@@ -45,6 +45,20 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
     Metric("train/truncated", "share of responses cut by the length limit", "0 to 1"),
     Metric("train/dropped", "share of responses left out of the update", "0 to 1"),
     Metric("train/overlong", "prompts replaced because they are too long, under `generation.overlong: drop`", "prompts"),
+    Metric("episode/turns", "mean number of turns of an episode, where the recipe has an environment", "turns"),
+    Metric("episode/observed", "mean number of tokens of an episode that its environment put in", "tokens"),
+    Metric(
+        "episode/rows",
+        "mean number of rows of an episode: more than 1 where the chat template rewrites earlier turns",
+    ),
+    Metric("episode/read_again", "mean number of tokens of an episode that are read once more because of that", "tokens"),
+    Metric("episode/reward/NAME", "mean total of a named reward of the environment", "reward"),
+    Metric(
+        "environment/NAME, eval/environment/NAME",
+        "how often the environment failed: `errors`, `timeouts`; episodes that ended as there was no room for another turn,"
+        " `out_of_room`, or that could not begin, `overlong`; observations without text, `empty`",
+        "episodes",
+    ),
     Metric(
         "train/entropy, policy/entropy",
         "mean entropy of the policy at each token; `policy/entropy` replaces `train/entropy` where the behaviour forward "

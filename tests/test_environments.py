@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import threading
@@ -19,9 +21,12 @@ from cct.environment import Action, EpisodePool, Start, Step
 from cct.environment.calculator import Calculator
 from cct.environment.checks import total_of
 from cct.environment.guess_number import GuessNumber, best_value, hidden_number, value_of
+from cct.environment.gym_text import GymText
+from cct.environment.textarena import TextArena, why
 from cct.environment.tool_calls import FORMATS, Call, calls_in, detect_format
 from cct.environment.tools import Tools
 from cct.evidence import Failure
+from cct.loading import Source, with_bases
 from cct.rollout import Prompt
 from cct.task.chain_arithmetic import ChainArithmetic
 from cct.task.seeds import Seeds
@@ -611,3 +616,257 @@ def test_demonstrations_keep_to_the_alphabet_and_the_rewards_to_the_bounds():
         assert {*text} <= {*calculator.alphabet} and text.count("#") == 1
     low, high = Calculator(call_cost=0.1, max_turns=5).bounds
     assert (low, high) == (-0.5, 1.0)
+
+
+# --- textarena ------------------------------------------------------------------------------------
+def guess_by_halving(seen: list[str]) -> str:
+    low, high = 1, 20
+    for text in seen[1:]:
+        if "lower" in text:
+            high = (low + high) // 2 - 1
+        else:
+            low = (low + high) // 2 + 1
+    return f"[{(low + high) // 2}]"
+
+
+def walk_round_the_holes(seen: list[str]) -> str:
+    """The first step of a shortest way, by breadth."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in seen[-1].splitlines() if line.startswith("|")]
+    cells = {(r, c): cell for r, row in enumerate(rows) for c, cell in enumerate(row)}
+    here = next(place for place, cell in cells.items() if cell == "P")
+    ways, visited = [(here, "")], {here}
+    for (r, c), first in ways:
+        if cells[r, c] == "G":
+            return f"[{first}]"
+        for move, place in {"up": (r - 1, c), "down": (r + 1, c), "left": (r, c - 1), "right": (r, c + 1)}.items():
+            if cells.get(place, "H") != "H" and place not in visited:
+                visited.add(place)
+                ways.append((place, first or move))
+    raise AssertionError("there is no way")
+
+
+def move_the_tower(seen: list[str]) -> str:
+    return ["[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]"][len(seen) - 1]
+
+
+def pegs(code, guess) -> tuple[int, int]:
+    black = sum(a == b for a, b in zip(code, guess, strict=True))
+    return black, len({*code} & {*guess}) - black
+
+
+def guess_what_fits(seen: list[str]) -> str:
+    """The first code without duplicates that is in line with all feedback."""
+    shown = [re.search(r"\[(.*)\]. Feedback: (\d) black peg\(s\), (\d) white", text) for text in seen[1:]]
+    known = [(tuple(match[1].split()), (int(match[2]), int(match[3]))) for match in shown]
+    fits = (code for code in itertools.permutations("123456", 4) if all(pegs(code, guess) == n for guess, n in known))
+    return f"[{' '.join(next(fits))}]"
+
+
+def put_out_the_lights(seen: list[str]) -> str:
+    """The first press of the shortest solution: the top row's presses decide all others."""
+    lit = [line.split(":")[1].split() for line in seen[-1].splitlines() if re.match(r"\d:", line)]
+
+    def solution(top) -> list[tuple[int, int]] | None:
+        on, presses = {(r, c) for r in range(5) for c in range(5) if lit[r][c] == "O"}, []
+        for r in range(5):
+            for c in range(5):
+                if top[c] if r == 0 else (r - 1, c) in on:
+                    presses.append((r, c))
+                    on ^= {(r, c), (r - 1, c), (r + 1, c), (r, c - 1), (r, c + 1)} & {*itertools.product(range(5), repeat=2)}
+        return None if on else presses
+
+    found = [presses for top in itertools.product((0, 1), repeat=5) if (presses := solution(top)) is not None]
+    r, c = min(found, key=len)[0]
+    return f"[{r} {c}]"
+
+
+GAMES = [
+    ("GuessTheNumber-v0", guess_by_halving),
+    ("FrozenLake-v0", walk_round_the_holes),
+    ("TowerOfHanoi-v0", move_the_tower),
+    ("Mastermind-v0", guess_what_fits),
+    ("LightsOut-v0", put_out_the_lights),
+]
+
+
+def scripted(pool, starts, player, seeds):
+    """Play all episodes to their ends; rewards and everything that was seen, and what was done."""
+    seen = {number: [start.observation] for number, start in enumerate(starts)}
+    said: dict[int, list[str]] = {number: [] for number in seen}
+    rewards: dict[int, float] = {}
+    while living := [number for number in seen if number not in rewards]:
+        actions = [player(seen[number]) for number in living]
+        for number, action, step in zip(living, actions, pool.step(living, [say(a) for a in actions]), strict=True):
+            assert isinstance(step, Step), step
+            said[number].append(action)
+            if step.over:
+                rewards[number] = step.reward
+            else:
+                seen[number].append(step.observation)
+    return rewards, seen, said
+
+
+@pytest.mark.parametrize("game, player", GAMES, ids=[game for game, _ in GAMES])
+def test_a_scripted_player_wins(game, player):
+    pytest.importorskip("textarena")
+    environment = TextArena(game=game, workers=0)
+    environment.ready()
+    levels = [Prompt("", meta={"seed": seed}) for seed in (3, 4, 5)]
+    with EpisodePool(environment) as pool:
+        starts = pool.start([(prompt, 7) for prompt in levels])
+        rewards, seen, said = scripted(pool, starts, player, levels)
+        assert rewards == {0: 1.0, 1: 1.0, 2: 1.0}
+        own = [
+            action in text.splitlines() for number in seen for text, action in zip(seen[number][1:], said[number], strict=False)
+        ]
+        assert not any(own)  # the policy knows what it said
+        # The same level and seed start and go the same way, alone and from a later turn.
+        assert pool.start([(levels[1], 7)]) == [starts[1]]
+        assert len({start.state for start in starts}) > 1 or game == "TowerOfHanoi-v0"
+        played = [say(action) for action in said[1][:-1]]
+        assert pool.replay([(levels[1], 7, played)])[0].observation == seen[1][-1]
+        assert pool.step([0], [say(said[1][-1])]) == [Step(reward=1.0, done=True)]
+
+
+def test_textarena_plays_in_a_worker_by_default_and_invalid_moves_lose():
+    pytest.importorskip("textarena")
+    environment = TextArena(game="FrozenLake-v0", time_limit=60)
+    assert environment.workers == 1
+    with EpisodePool(environment) as pool, EpisodePool(TextArena(game="FrozenLake-v0", workers=0)) as here:
+        items = [(Prompt("", meta={"seed": 3}), 0), (Prompt("", meta={"seed": 4}), 1)]
+        assert pool.start(items) == here.start(items)
+        for text in ("fly", "fly"):
+            steps = pool.step([0, 1], [say(text)] * 2)
+            assert steps == here.step([0, 1], [say(text)] * 2)
+    assert all(step.done and step.reward <= 0 for step in steps)
+
+
+@pytest.mark.parametrize(
+    "game, says",
+    [
+        ("FrozenLake-v9", "no textarena game is called 'FrozenLake-v9' (did you mean 'FrozenLake-v0'?)"),
+        ("TicTacToe-v0", "cannot be played: it is for several players"),
+    ],
+)
+def test_a_game_that_cannot_be_played_is_refused(game, says):
+    pytest.importorskip("textarena")
+    with pytest.raises(ValueError, match=re.escape(says)):
+        TextArena(game=game).ready()
+
+
+def test_a_missing_corpus_is_named():
+    missing = LookupError("Resource \x1b[93mwords\x1b[0m not found.\n  Please use the NLTK Downloader to obtain the resource:")
+    assert why(missing) == "it needs a corpus that is not there: python -m nltk.downloader words"
+
+
+# --- gym_text -------------------------------------------------------------------------------------
+MINE = '''
+import random
+
+class Count:
+    """Count to the gold answer, as SkyRL-gym's environments are written."""
+
+    def __init__(self, env_config=None, extras={}):
+        assert env_config.step == env_config["step"] and env_config.get("more") is None
+        self.by, self.goal = env_config.step, int(extras["reward_spec"]["ground_truth"])
+        self.max_turns, self.level = extras["max_turns"], extras.get("level")
+        self.turns = 0
+
+    def init(self, prompt):
+        hint = {"role": "user", "content": f"By {self.by}, level {self.level}, at random {random.random()}."}
+        return prompt + [hint], {"level": self.level}
+
+    def step(self, action):
+        self.turns += 1
+        right = action == str(self.turns * self.by)
+        done = not right or self.turns * self.by == self.goal or self.turns >= self.max_turns
+        said = [] if done else [{"role": "user", "content": "go on"}, {"role": "user", "content": "please"}]
+        return {"observations": said, "reward": float(right) / 2, "done": done, "metadata": {}, "postprocessed_action": "x"}
+
+class Rewrites(Count):
+    def init(self, prompt):
+        return [{"role": "system", "content": "Count."}] + prompt, {}
+
+class Alone(Count):
+    def init(self, prompt):
+        return prompt
+
+class Bare(Count):
+    def step(self, action):
+        return {"observations": []}
+
+class Silent(Count):
+    def step(self, action):
+        return {"observations": [], "reward": 0.0, "done": False, "metadata": {}}
+
+class NoSteps:
+    def init(self, prompt):
+        return prompt, {}
+
+MADE = 3
+'''
+
+
+@pytest.fixture
+def gym(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return lambda name, **knobs: GymText(env=f"{tmp_path}/mine.py:{name}", arguments={"step": 2}, **knobs)
+
+
+ASKED = Prompt(
+    "Count.", "4", {"level": 9}, ({"role": "system", "content": "You count."}, {"role": "user", "content": "Count."})
+)
+
+
+@WORKERS
+def test_an_environment_of_skyrl_gyms_runs_as_it_is(gym, workers):
+    with EpisodePool(gym("Count", workers=workers)) as pool:
+        start, short = pool.start([(ASKED, 1), (ASKED, 1)])
+        assert start == short and start.observation[0]["content"].startswith("By 2, level 9, at random 0.134364244112")
+        first, wrong = pool.step([0, 1], [say("2"), say("3")])
+        assert first == Step(({"role": "user", "content": "go on"}, {"role": "user", "content": "please"}), 0.5)
+        assert wrong == Step(reward=0.0, done=True)
+        assert pool.step([0], [say("4")]) == [Step(reward=0.5, done=True)]
+
+
+def test_a_prompt_without_text_is_left_to_the_environment(gym):
+    with EpisodePool(gym("Rewrites")) as pool:
+        assert pool.start([(Prompt("", "4", {"seed": 1}), 1)])[0].observation == ({"role": "system", "content": "Count."},)
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("Rewrites", "init changed the prompt that it was given"),
+        ("Alone", "init returned a value of type list; expected (messages, info)"),
+        ("Bare", "step returned the keys 'observations'; expected a mapping with observations, reward and done"),
+        ("Silent", "the observation [] though the episode goes on"),
+    ],
+)
+def test_what_a_gym_does_wrong_is_said(gym, name, says):
+    with EpisodePool(gym(name)) as pool:
+        found = pool.start([(ASKED, 1)]) + pool.step([0], [say("2")])
+    assert any(isinstance(each, Failure) and says in each.reason for each in found)
+
+
+@pytest.mark.parametrize(
+    "name, says", [("NoSteps", "lacks step; expected"), ("MADE", "type int; expected"), ("Cuont", "'Count'")]
+)
+def test_what_is_no_gym_is_refused(gym, name, says):
+    with pytest.raises(ValueError, match=says):
+        gym(name).ready()
+
+
+def test_constructor_arguments_that_are_not_there_are_named(gym):
+    environment = gym("Count").model_copy(update={"arguments": {"stride": 2}})
+    with EpisodePool(environment) as pool:
+        assert "hold no 'step'; they are stride" in pool.start([(ASKED, 1)])[0].reason
+
+
+# --- recipes --------------------------------------------------------------------------------------
+def test_files_of_tools_and_gyms_are_relative_to_the_recipe_that_names_them(tmp_path):
+    recipe = tmp_path / "deep" / "recipe.yaml"
+    tools = {"environment": {"use": "tools", "tools": ["../my.py:search", "json:loads"]}}
+    gym = {"environment": {"use": "gym_text", "env": "./mine.py:Mine"}}
+    assert with_bases(Source(tools, {}), recipe).data["environment"]["tools"] == [f"{tmp_path}/my.py:search", "json:loads"]
+    assert with_bases(Source(gym, {}), recipe).data["environment"]["env"] == f"{tmp_path}/deep/mine.py:Mine"

@@ -57,7 +57,7 @@ def hermes(text: str) -> list[Call]:
 
 def qwen3_coder(text: str) -> list[Call]:
     """Each `<function=NAME>` with its parameters. A value that reads as JSON is that, any other is text."""
-    calls = []
+    calls: list[Call] = []
     for name, body in re.findall(r"<function=([^>\n]*)>(.*?)(?:</function>|$)", text, re.DOTALL):
         pairs = re.findall(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
         calls.append(Call(name.strip(), {key.strip(): _value(value) for key, value in pairs}))
@@ -71,7 +71,7 @@ def llama3(text: str) -> list[Call]:
     tagged, body = "<|python_tag|>" in text, text.rpartition("<|python_tag|>")[2].strip()
     if not tagged and not (body.startswith("{") and '"name"' in body):
         return []
-    calls, decoder = [], json.JSONDecoder()
+    calls, decoder = list[Call](), json.JSONDecoder()
     while body:
         try:
             found, end = decoder.raw_decode(body)
@@ -84,7 +84,7 @@ def llama3(text: str) -> list[Call]:
 
 def mistral(text: str) -> list[Call]:
     """What follows `[TOOL_CALLS]`: a list of objects, or each time a name, `[ARGS]` and its arguments."""
-    calls = []
+    calls: list[Call] = []
     for body in text.split("[TOOL_CALLS]")[1:]:
         name, marker, arguments = body.partition("[ARGS]")
         if marker:

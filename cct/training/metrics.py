@@ -26,7 +26,8 @@ def rollout_metrics(rollout: Rollout, seen: Rollout, credit: Credit, scores: Ten
         credit = Credit(*(None if x is None else split.join(x) for x in vars(credit).values()))  # type: ignore[arg-type]
         scores = scores.new_zeros(len(joined.mask)).index_add_(0, split.episode, scores)
         rollout = joined
-    mask, tokens = rollout.mask, rollout.attention_mask[:, rollout.prompt_width :].sum(1).float()
+    mask, emitted = rollout.mask, rollout.attention_mask[:, rollout.prompt_width :]
+    tokens = (emitted if rollout.turns is None else rollout.turns >= 0).sum(1).float()
     mean = lambda x: float(masked_mean_std(x, mask)[0])  # noqa: E731
     kept = rollout.valid
     metrics = {
