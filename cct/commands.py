@@ -11,7 +11,7 @@ from pathlib import Path
 from cct.system.signals import Interrupted
 from cct.system.terminal import leave_stdout, say
 
-AXES = ("task", "policy", "generation", "evidence", "critic", "transport", "gate", "statistic", "geometry")
+AXES = ("task", "environment", "policy", "generation", "evidence", "critic", "transport", "gate", "statistic", "geometry")
 
 
 def run(arguments: argparse.Namespace) -> int:
