@@ -66,6 +66,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_sessionfinish():
+    gc.unfreeze()  # libraries look for what they have left behind
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory, worker_id):
     """Warm starts of tests are cached in a folder of this session, which its workers share, not in the user's."""

@@ -114,6 +114,7 @@ def test_two_processes_share_one_vllm(tmp_path):
     assert all(e["engine/probe_gap"] < 1e-5 and e["engine/logprob_gap_max"] < 1e-4 for e in events)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(stage, marks=[*needs_deepspeed, *needs_vllm]) for stage in (2, 3)])
 def test_vllm_beside_split_weights(stage, tmp_path):
     folder = two_processes(
