@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from cct.training.rollouts import load, stored
 from held import Held
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -330,7 +329,7 @@ def test_statistics_are_logged_and_stored_whatever_the_transport_reads(tmp_path)
     for event in events:
         assert event["statistic/token_entropy/mean"] == pytest.approx(event["train/entropy"])
         assert event["statistic/token_entropy/std"] > 0 and 0 < event["statistic/anchor/last_half/1-64/mean"] < 1
-    first, second = (load(stored(folder)[iteration]) for iteration in (1, 2))
+    first, second = (RunFolder(folder).rollout(iteration) for iteration in (1, 2))
     assert {"token_entropy", "anchor/last_half/1-64"} <= first.stats.keys()
     assert first.moments == {} and second.moments["token_entropy"][0] == pytest.approx(events[0]["train/entropy"])
 
