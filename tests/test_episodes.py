@@ -14,6 +14,7 @@ from cct.critic import critics
 from cct.loading import load_recipe
 from cct.rollout import Credit, Rollout
 from cct.training.credit import Estimator
+from cct.training.minibatches import CriticData
 from cct.transport import Transport, gates, group_advantage, transports
 from cct.transport.functional import join, jointly, masked_mean_std
 
@@ -163,6 +164,12 @@ def test_a_group_critic_counts_an_episode_once_and_from_its_start(critic):
     assert seen.values is not whole.values and cut_seen.bootstrap.tolist()[::2] == [0, 0]
     assert_close(cut_seen.bootstrap[1], seen.bootstrap[0])
     assert critics[critic] is type(recipe.critic)
+
+
+def test_the_rows_of_an_episode_have_one_rank_in_their_group():
+    rollout = episodes().replace(groups=torch.tensor([1, 1, 1, 1]))
+    assert CriticData.of(rollout, rollout.rewards, [4]).numbers.tolist() == [0, 1, 2, 0]
+    assert CriticData.of(rollout.replace(episodes=None), rollout.rewards, [4]).numbers.tolist() == [0, 1, 2, 3]
 
 
 # --- gates and moments over the policy's tokens ---------------------------------------------------

@@ -27,7 +27,10 @@ FUNCTIONS = {
     name: function
     for module in MODULES
     for name, function in vars(module).items()
-    if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+    if inspect.isfunction(function)
+    and function.__module__ == module.__name__
+    and not name.startswith("_")
+    and "rollout" not in inspect.signature(function).parameters  # of a whole rollout, not of tensors
 }
 MASKED = [name for name, function in FUNCTIONS.items() if set(MASKS) & set(inspect.signature(function).parameters)]
 

@@ -18,6 +18,7 @@ from cct.handover import read_only
 from cct.recipe import Recipe
 from cct.rollout import Credit, Rollout, Trace, derive_seed
 from cct.tensors import as_mask
+from cct.transport.functional import join
 
 from .plans import or_any, trimmed
 
@@ -156,7 +157,9 @@ class CriticData:
 
     @classmethod
     def of(cls, rollout: Rollout, targets: Tensor, cuts: Sequence[int]) -> CriticData:
-        ranks = rank_in_group(rollout.groups)
+        _, split = join(rollout)  # the rows of an episode have one rank
+        ranks = rank_in_group(rollout.groups if split is None else rollout.groups[split.first])
+        ranks = ranks if split is None else ranks[split.episode]
         return cls(rollout.input_ids, rollout.attention_mask, rollout.mask, ranks, targets, torch.tensor(cuts))
 
     def to(self, device: torch.device | str) -> CriticData:

@@ -45,7 +45,7 @@ PROVIDED = {  # what a part asks for -> the fields of a rollout that it then fin
     "reference": ("reference_logprobs",),
     "greedy": ("greedy_scores",),
     "anchors": ("anchors",),
-    "turns": ("turns", "versions"),
+    "environment": ("turns", "versions"),
 }
 CHANGES = (1.0, -2.5, 5.0)  # of a number, of which one at least must show
 
@@ -257,6 +257,8 @@ def needs(operator: Any, case: Case) -> None:
     absent: dict[str, Any] = {name: None for need, names in PROVIDED.items() if need not in operator.needs for name in names}
     if not getattr(operator, "branches", 0):
         absent |= {"starts": None, "branch_values": None}
+    if "environment" not in operator.needs:
+        absent |= {"components": {}}
     kept = {*operator.statistics, "entropy", *(["value_disagreement"] if "disagreement" in operator.needs else [])}
     absent |= {what: {name: x for name, x in getattr(rollout, what).items() if name in kept} for what in ("stats", "moments")}
     when = (

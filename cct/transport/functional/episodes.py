@@ -56,7 +56,7 @@ def join(rollout: Rollout) -> tuple[Rollout, Split | None]:
     number, count = torch.unique(rollout.episodes, return_inverse=True, return_counts=True)[1:]
     if len(count) == len(number):
         return rollout, None
-    split = layout(rollout.mask, number, torch.zeros_like(number) if rollout.order is None else rollout.order)
+    split = _layout(rollout.mask, number, torch.zeros_like(number) if rollout.order is None else rollout.order)
     if bool((rollout.groups[split.first][split.episode] != rollout.groups).any()):
         raise ValueError("rows of one episode are of different groups (rollout.groups); an episode answers one prompt")
     return rollout.replace(**{field.name: _joined(rollout, field.name, split) for field in fields(rollout)}), split
@@ -68,7 +68,7 @@ def jointly(rollout: Rollout, ask: Callable[[Rollout], Tensor]) -> Tensor:
     return ask(joined) if split is None else split(ask(joined))
 
 
-def layout(mask: Tensor, episodes: Tensor, order: Tensor) -> Split:
+def _layout(mask: Tensor, episodes: Tensor, order: Tensor) -> Split:
     """mask: bool [B, T]. episodes: [B] int, 0 to E - 1. order: [B] int. Raises ValueError on an order that is not one."""
     rows, width = mask.shape
     number, position = torch.arange(rows, device=mask.device), torch.arange(width, device=mask.device)

@@ -141,7 +141,7 @@ def turn_return(
         advantages = scan(rewards - (total / reached)[place].masked_fill(~starts, 0.0), decay)
     else:
         onwards = scan(rewards, decay)
-        whole = onwards[:, 0]
+        whole = torch.nn.functional.pad(onwards, (0, 1))[:, 0]  # where there are no positions, 0
         relative = group_advantage(whole, groups, baseline="leave_one_out", scale="none", valid=valid)
         alone = (per_group(valid.to(rewards.dtype)) <= 1)[index]
         advantages = (onwards + (relative - whole).unsqueeze(1)).masked_fill(alone.unsqueeze(1), 0.0)
