@@ -14,7 +14,7 @@ from cct.system.files import NO_ROOM, WriteError
 from cct.system.signals import Interrupted, answered
 from cct.system.terminal import encode_anything, printable, say, say_traceback
 
-AXES = ("task", "policy", "generation", "evidence", "critic", "transport", "gate", "geometry")
+AXES = ("task", "policy", "generation", "environment", "evidence", "critic", "transport", "gate", "geometry")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     operator = add("check-operator", _check_operator, "run the conformance suite on a part, one's own included")
     operator.add_argument("operator", metavar="NAME_OR_FILE:NAME", help="a registered name, or file.py:NAME")
     operator.add_argument(
-        "--axis", choices=("transport", "gate", "geometry", "critic", "evidence"), help="where a name is several"
+        "--axis", choices=("transport", "gate", "geometry", "critic", "evidence", "environment"), help="where a name is several"
     )
     operator.add_argument("--examples", type=int, default=60, metavar="N", help="inputs tried on each property (default: 60)")
     operator.add_argument("--set", action="append", default=[], metavar="a=b", help="change a knob; may be repeated")
@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     schema.add_argument("recipe", nargs="?", help="include this recipe's plug-ins")
 
     new = add("new", _new, "write a component of your own with a recipe and a test")
-    new.add_argument("axis", choices=("transport",))
+    new.add_argument("axis", choices=("transport", "environment"))
     new.add_argument("name")
 
     evaluate = add("eval", _eval, "evaluation of a finished run, on the held-out problems and the frozen sets")
@@ -412,9 +412,9 @@ def _schema(arguments: argparse.Namespace) -> int:
 
 
 def _new(arguments: argparse.Namespace) -> int:
-    from cct.tools.scaffold import new_transport
+    from cct.tools.scaffold import new_part
 
-    for path in new_transport(arguments.name, Path.cwd()):
+    for path in new_part(arguments.axis, arguments.name, Path.cwd()):
         say(f"wrote {path}")
     name = arguments.name
     say(f"try: cct run {name}.yaml, pytest test_{name}.py, and cct check-operator {name}.py:{name}")

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+import cct.environment  # noqa: F401  (registration)
 from cct.critic import Critic, critics
 from cct.evidence import Evidence, evidences
 from cct.geometry import Geometry, geometries

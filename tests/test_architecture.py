@@ -16,6 +16,7 @@ LAYERS = [
     ("tensors",),
     ("rollout", "handover"),
     AXES,
+    ("environment",),  # takes its failures from evidence
     ("recipe",),
     ("loading",),
     ("audit",),
@@ -32,7 +33,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY = {"tools.report": {"system", "registry", "rollout"}}  # reads files and the values that flow
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
-HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
+HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "textarena", "math_verify", "pebble"}
 FREE = {"training", *(f"tools.{name}" for name in ("study", "report", "conformance", "replay", "fidelity", "memory"))}
 TENSOR_FILES = {"tensors.py", "functional.py", "towers.py", "agent.py", "attention.py", "head.py", "sampling.py", "weights.py"}
 
@@ -122,4 +123,4 @@ def test_knobs_need_no_torch(path):
 
 
 def test_every_axis_is_there():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "training", "tools", "system"}
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {*AXES, "environment", "training", "tools", "system"}

@@ -57,7 +57,7 @@ def hermes(text: str) -> list[Call]:
 
 def qwen3_coder(text: str) -> list[Call]:
     """Each `<function=NAME>` with its parameters. A value that reads as JSON is that, any other is text."""
-    calls = []
+    calls: list[Call] = []
     for name, body in re.findall(r"<function=([^>\n]*)>(.*?)(?:</function>|$)", text, re.DOTALL):
         pairs = re.findall(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", body, re.DOTALL)
         calls.append(Call(name.strip(), {key.strip(): _value(value) for key, value in pairs}))

@@ -1,4 +1,4 @@
-"""`cct new`: a transport of one's own, with a recipe that trains it and a test that passes."""
+"""`cct new`: a transport or an environment of one's own, with a recipe that trains it and a test that passes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from cct.recipe import RecipeError
-from cct.registry import load_entry_points
+from cct.registry import REGISTRIES, load_entry_points
 from cct.system.files import WriteError, remove, write_text
 from cct.system.plain_yaml import load
 
@@ -84,20 +84,119 @@ def test_the_better_response_gets_credit():
 '''
 
 
-def new_transport(name: str, folder: Path) -> list[Path]:
-    """Write NAME.py, NAME.yaml and test_NAME.py. Raises RecipeError on a bad name; never overwrites."""
-    from cct.transport import transports
+ENVIRONMENT = '''"""An environment of my own."""
 
+import random
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from cct.environment import Action, Environment, Episode, Observation, Start, Step, environments
+from cct.rollout import Prompt
+
+
+@environments.register("{name}")
+class {cls}(Environment):
+    """Two digits each turn; the policy earns for naming the greater one."""
+
+    max_turns: int = Field(3, ge=1, le=100)
+    """Turns of an episode."""
+    noise: float = Field(0.6, ge=0, le=1)
+    """How often the expert that demonstrates names the other digit."""
+
+    def open(self, prompt: Prompt, seed: int) -> Episode:
+        return {cls}Episode(self.max_turns, prompt.meta["seed"])
+
+    def expert(self, prompt: Prompt, seen: Sequence[Observation], said: Sequence[str], rng: random.Random) -> str:
+        return (min if rng.random() < self.noise else max)(str(seen[-1]))
+
+    @property
+    def provides(self) -> frozenset[str]:
+        return frozenset({{"environment", "demonstrations"}})  # it has an expert, from whom a policy can start
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789"  # of observations and actions; a policy without a chat template is made of it
+
+
+class {cls}Episode(Episode):
+    def __init__(self, turns: int, level: int):
+        self.turns, self.left, self.rng = turns, turns, random.Random(level)
+
+    def deal(self) -> str:
+        self.digits = "".join(self.rng.sample("0123456789", 2))
+        return self.digits
+
+    def reset(self) -> Start:
+        return Start(self.deal(), state=f"{{self.left}} left")
+
+    def step(self, action: Action) -> Step:
+        reward = (action.text.strip() == max(self.digits)) / self.turns
+        self.left -= 1
+        return Step(self.deal(), reward, state=f"{{self.left}} left") if self.left else Step(reward=reward, done=True)
+'''
+
+ENVIRONMENT_RECIPE = """# `cct run {name}.yaml` trains a small policy in {name}, from what its expert shows.
+name: {name}
+plugins: [./{name}.py]
+task: {{use: seeds}}
+policy: {{use: scratch, warm_start: {{steps: 300}}}}
+generation: {{use: transformers, max_new_tokens: 4}}
+environment: {{use: {name}}}
+evidence: [environment]
+transport: {{use: grpo}}
+geometry: {{use: ppo_clip}}
+training: {{iterations: 30, prompts_per_iteration: 16, responses_per_prompt: 16, minibatch_size: 64}}
+"""
+
+ENVIRONMENT_TEST = '''"""What {name} promises."""
+
+from pathlib import Path
+
+import pytest
+
+from cct.environment import Action, EpisodePool, environments
+from cct.registry import load_plugin
+from cct.rollout import Prompt
+from cct.tools.conformance import check
+
+load_plugin("{name}.py", Path(__file__).parent)
+ENVIRONMENT = environments["{name}"](max_turns=3)
+
+
+@pytest.mark.parametrize("verdict", check(ENVIRONMENT), ids=lambda verdict: verdict.property)
+def test_it_conforms(verdict):
+    assert verdict.outcome != "FAILED", f"{{verdict.says}}: {{verdict.why}}\\n{{verdict.example}}"
+
+
+def test_the_greater_digit_is_rewarded():
+    with EpisodePool(ENVIRONMENT) as pool:
+        seen, rewards = pool.start([(Prompt("", meta={{"seed": 0}}), 0)])[0].observation, []
+        for choose in (max, min, max):
+            step = pool.step([0], [Action(choose(seen))])[0]
+            rewards.append(step.reward)
+            seen = step.observation
+    assert rewards == [1 / 3, 0.0, 1 / 3] and step.done
+'''
+
+FILES = {
+    "transport": {"{name}.py": TRANSPORT, "{name}.yaml": RECIPE, "test_{name}.py": TEST},
+    "environment": {"{name}.py": ENVIRONMENT, "{name}.yaml": ENVIRONMENT_RECIPE, "test_{name}.py": ENVIRONMENT_TEST},
+}
+
+
+def new_part(axis: str, name: str, folder: Path) -> list[Path]:
+    """Write NAME.py, NAME.yaml and test_NAME.py. Raises RecipeError on a bad name; never overwrites."""
     as_text = isinstance(load(name)[0], str) if re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII) else False
     if not as_text or keyword.iskeyword(name):
         raise RecipeError(
             f"'{name}' cannot name a module and a recipe; use letters, digits, underscores, for example half_life"
         )
     load_entry_points()
-    if name in transports.names():
-        raise RecipeError(f"transport '{name}' exists already; choose another name")
-    cls = "".join(word.capitalize() for word in name.split("_")) + "Transport"
-    texts = {f"{name}.py": TRANSPORT, f"{name}.yaml": RECIPE, f"test_{name}.py": TEST}
+    if name in REGISTRIES[axis].names():
+        raise RecipeError(f"{axis} '{name}' exists already; choose another name")
+    cls = "".join(word.capitalize() for word in name.split("_")) + axis.capitalize()
+    texts = {file.format(name=name): text for file, text in FILES[axis].items()}
     for file in texts:
         if (folder / file).exists():
             raise RecipeError(f"{folder / file} exists already; nothing was written")

@@ -1,4 +1,4 @@
-"""The conformance suite: what a transport, gate, geometry, critic or evidence must be to be exchanged for another.
+"""The conformance suite: what a transport, gate, geometry, critic, evidence or environment must be to be exchanged for another.
 
     verdicts = check(transports["gae"](lam=0.9))
 

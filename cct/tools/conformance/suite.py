@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from cct.critic import Critic
+from cct.environment import Environment
 from cct.evidence import Evidence
 from cct.geometry import Geometry
 from cct.registry import Component
 from cct.transport import Gate, Transport
 
-from . import cases, critics, evidences, geometries, operators, transports
+from . import cases, critics, environments, evidences, geometries, operators, transports
 from .base import Property, Verdict, judge
 from .watch import restored
 
@@ -24,6 +25,7 @@ SUITES: dict[type[Component], tuple[list[Property], Any, Any, int]] = {
     Geometry: (geometries.GEOMETRY, cases.cases, geometries.show, 1),
     Critic: (critics.CRITIC, critics.cases, critics.show, SLOW),
     Evidence: (evidences.EVIDENCE, evidences.cases, evidences.show, SLOW),
+    Environment: (environments.ENVIRONMENT, environments.cases, environments.show, SLOW),
 }
 
 
@@ -31,7 +33,7 @@ def _suite(operator: Component) -> tuple[list[Property], Any, Any, int]:
     for base, suite in SUITES.items():
         if isinstance(operator, base):
             return suite
-    raise ValueError(f"{type(operator).__name__} is no transport, gate, geometry, critic or evidence")
+    raise ValueError(f"{type(operator).__name__} is no transport, gate, geometry, critic, evidence or environment")
 
 
 def properties(operator: Component) -> list[Property]:
@@ -42,8 +44,8 @@ def properties(operator: Component) -> list[Property]:
 def check(operator: Component, *, examples: int = EXAMPLES, only: str = "", shrink: bool = True) -> list[Verdict]:
     """A verdict on each property, or on the one named; the same every time.
 
-    examples: inputs that each property is tried on; a third of it for critics and evidence. shrink: look for the smallest
-    failing case. Raises ValueError where the operator is of another axis or Hypothesis is not installed.
+    examples: inputs that each property is tried on; a third of it for critics, evidence and environments. shrink: look for the
+    smallest failing case. Raises ValueError where the operator is of another axis or Hypothesis is not installed.
     """
     found, strategy, show, slow = _suite(operator)
     with restored():  # an operator that changes torch's settings has changed them for nobody else
