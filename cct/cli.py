@@ -192,7 +192,7 @@ def _of_parts(add: Add) -> None:
     operator.add_argument("operator", metavar="NAME_OR_FILE:NAME", help="a registered name, or file.py:NAME")
     operator.add_argument(
         "--axis",
-        choices=("transport", "gate", "statistic", "geometry", "critic", "evidence"),
+        choices=("transport", "gate", "statistic", "geometry", "critic", "evidence", "environment"),
         help="if several axes have the name",
     )
     operator.add_argument("--examples", type=int, default=60, metavar="N", help="inputs tried on each property (default: 60)")
@@ -202,7 +202,7 @@ def _of_parts(add: Add) -> None:
     schema.add_argument("recipe", nargs="?", help="include this recipe's plug-ins")
 
     new = add("new", commands.new, "write a component of your own with a recipe and a test")
-    new.add_argument("axis", choices=("transport", "statistic"))
+    new.add_argument("axis", choices=("transport", "statistic", "environment"))
     new.add_argument("name")
 
 

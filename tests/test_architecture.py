@@ -38,7 +38,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY = {"tools.report": {"system", "metrics", "registry", "rollout", "run_folder"}}  # reads files and the values that flow
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
-HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "math_verify", "pebble"}
+HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "textarena", "math_verify", "pebble"}
 FREE = {"agent", "training"}
 FREE |= {f"tools.{name}" for name in ("study", "report", "conformance", "replay", "fidelity", "memory", "profile")}
 TENSOR_FILES = {
@@ -170,11 +170,5 @@ def test_files_of_a_run_are_named_in_one_place():
 
 
 def test_every_axis_is_there():
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= {
-        *AXES,
-        "agent",
-        "statistic",
-        "training",
-        "tools",
-        "system",
-    }
+    rooms = {*AXES, "environment", "statistic", "agent", "training", "tools", "system"}
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} >= rooms

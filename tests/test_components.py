@@ -31,6 +31,9 @@ SHIPPED = [
 # What a component that cannot stand alone needs; every other one is its name.
 LEAST: dict[tuple[str, str], dict[str, Any]] = {
     ("gate", "constant"): {"gamma": 0.9},
+    ("environment", "gym_text"): {"env": "./mine.py:Mine"},
+    ("environment", "textarena"): {"game": "FrozenLake-v0"},
+    ("environment", "tools"): {"tools": ["./mine.py:search"]},
     ("evidence", "format"): {"pattern": "a+"},
     ("evidence", "length"): {"max_tokens": 48, "buffer": 16},
     ("evidence", "python"): {"path": "reward.py"},
@@ -48,6 +51,11 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("critic", "group_level"): {"of": {"use": "value_head", "output": "hl_gauss"}, "prior": 1.0},
     ("critic", "mini_critics"): {"of": {"use": "value_head", "output": "two_hot"}, "count": 4},
     ("critic", "value_head"): {"output": "hl_gauss", "bins": 21, "value_clip": 0.2},
+    ("environment", "calculator"): {"call_cost": 0.1, "noisy_operands": [1], "max_turns": 5, "on_error": "drop"},
+    ("environment", "gym_text"): {"env": "package.mine:Mine", "arguments": {"step": 2, "more": [1]}, "low": -1, "workers": 2},
+    ("environment", "guess_number"): {"numbers": 7, "max_turns": 3, "noise": 0.2, "max_tokens": 40, "history": "sampled"},
+    ("environment", "textarena"): {"game": "Mastermind-v0", "workers": 0, "high": 2},
+    ("environment", "tools"): {"tools": ["json:loads", "json:dumps"], "format": "hermes", "workers": 1, "time_limit": 9},
     ("evidence", "exact_match"): {"weight": -0.5, "on_error": "drop", "ignore_case": True},
     ("evidence", "format"): {"pattern": "b", "match": "contains"},
     ("evidence", "math_verify"): {"workers": 0, "time_limit": None, "on_error": "fail"},
@@ -74,6 +82,7 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("task", "chain_arithmetic"): {"noisy_operands": [1, 2], "operators": "*"},
     ("task", "datasets"): {"preset": "gsm8k", "split": "train[100:]", "limit": 5},
     ("task", "parquet"): {"path": "a", "held_out_path": "b", "template": "{q}?", "answer_pattern": "#(.*)"},
+    ("task", "seeds"): {"held_out_size": 3},
     ("task", "reasoning_gym"): {"datasets": [{"name": "gcd", "weight": 2}, {"name": "lcm", "config": {"max_value": 9}}]},
     ("statistic", "anchor"): {"near": 1, "far": 2, "layers": [0]},
     ("statistic", "concentration"): {"statistic": "max", "heads": [0, 3], "layers": [-1]},
@@ -342,6 +351,7 @@ def test_a_transport_around_vineppo_branches_where_vineppo_does(name):
 # --- the conformance suite ------------------------------------------------------------------------
 EXAMPLES = 12  # inputs per property; `cct check-operator` tries 60
 ELSEWHERE = {("evidence", "reward_model"), ("evidence", "python")}  # need a model, a file: test_evidence has them
+ELSEWHERE |= {("environment", "tools"), ("environment", "gym_text")}  # need a file: test_environments has them
 OPERATORS = {
     **{f"{axis}-{name}": make(axis, name) for axis, name in SHIPPED if axis in AXES and (axis, name) not in ELSEWHERE},
     **{

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -9,15 +10,20 @@ import random
 import re
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
+from typing import ClassVar
 
 import numpy
 import pytest
+import torch
 from odd_environments import LOG, Obedient, Unmakable
-from pydantic import ValidationError
+from pydantic import PrivateAttr, ValidationError
 
-from cct.environment import Action, EpisodePool, Start, Step
+from cct.cli import main
+from cct.environment import Action, Environment, Episode, EpisodePool, Start, Step
 from cct.environment.calculator import Calculator
 from cct.environment.checks import total_of
 from cct.environment.guess_number import GuessNumber, best_value, hidden_number, value_of
@@ -30,6 +36,7 @@ from cct.loading import Source, with_bases
 from cct.rollout import Prompt
 from cct.task.chain_arithmetic import ChainArithmetic
 from cct.task.seeds import Seeds
+from cct.tools.conformance import check
 
 
 def say(text: str, finished: bool = True) -> Action:
@@ -870,3 +877,177 @@ def test_files_of_tools_and_gyms_are_relative_to_the_recipe_that_names_them(tmp_
     gym = {"environment": {"use": "gym_text", "env": "./mine.py:Mine"}}
     assert with_bases(Source(tools, {}), recipe).data["environment"]["tools"] == [f"{tmp_path}/my.py:search", "json:loads"]
     assert with_bases(Source(gym, {}), recipe).data["environment"]["env"] == f"{tmp_path}/deep/mine.py:Mine"
+
+
+# --- conformance ----------------------------------------------------------------------------------
+class Plain(Environment):
+    """Right: says how many turns there were, by the seed, and ends after three."""
+
+    _offset: int = PrivateAttr(0)
+
+    def open(self, prompt, seed):
+        return Counting(self, prompt, seed)
+
+
+class Counting(Episode):
+    def __init__(self, environment, prompt, seed):
+        self.environment, self.prompt, self.seed, self.turn = environment, prompt, seed, 0
+
+    def reset(self):
+        return Start(f"{self.seed} {random.random()}")
+
+    def says(self, action):
+        return f"{self.turn + self.environment._offset} {random.random()} {numpy.random.random()} {action.text}"
+
+    def step(self, action):
+        self.turn += 1
+        return Step(done=True, reward=1.0) if self.turn == 3 else Step(self.says(action))
+
+
+def wrong(**changed):
+    """An environment whose episodes differ from the right ones in these methods."""
+    episode = type("Wrong", (Counting,), changed)
+    return type("WrongEnvironment", (Plain,), {"open": lambda self, prompt, seed: episode(self, prompt, seed)})()
+
+
+SEEN: list[str] = []
+
+
+def notes(self, action):
+    """Tells of the last turn of whichever episode."""
+    SEEN.append(f"{self.seed} {self.turn} {action.text}")
+    return SEEN[-2] if len(SEEN) > 1 and self.turn > 1 else "first"
+
+
+def writes_into_the_prompt(self, action):
+    self.prompt.meta["turn"] = self.turn
+    return "x"
+
+
+def closes_once(self):
+    assert not hasattr(self, "closed")
+    self.closed = True
+
+
+class Impatient(Plain):
+    """Its knobs do not say what it does."""
+
+    def model_post_init(self, _):
+        self._offset = Impatient.offset
+
+    offset: ClassVar[int] = 0
+
+
+class Lost(GuessNumber):
+    """Its expert uses letters that its alphabet lacks."""
+
+    def expert(self, prompt, seen, said, rng):
+        return "eight"
+
+
+class Mute(GuessNumber):
+    """It promises an expert and has none."""
+
+    def expert(self, prompt, seen, said, rng):
+        raise NotImplementedError
+
+
+class Unbounded(Plain):
+    """Its bounds are upside down."""
+
+    @property
+    def bounds(self):
+        return 1.0, 0.0
+
+
+FAULTS = {
+    "tells the time": (lambda: wrong(says=lambda self, action: str(time.time() // 1000)), {"determinism"}),
+    "draws from torch": (lambda: wrong(says=lambda self, action: str(torch.rand(1))), {"determinism"}),
+    "draws from the system": (lambda: wrong(says=lambda self, action: os.urandom(8).hex()), {"determinism"}),
+    "writes into its prompt": (lambda: wrong(says=writes_into_the_prompt), {"determinism"}),
+    "sees its neighbours": (lambda: wrong(says=notes), {"neighbours"}),
+    "says nothing": (lambda: wrong(says=lambda self, action: None), {"form", "odd"}),
+    "pays too much": (lambda: wrong(step=lambda self, action: Step("x", 0.6)), {"form"}),
+    "raises at strange turns": (lambda: wrong(says=lambda self, action: action.text.encode("ascii").decode()), {"form", "odd"}),
+    "raises at unfinished turns": (lambda: wrong(says=lambda self, action: ["", "x"][1 if action.finished else 2]), {"odd"}),
+    "closes once": (lambda: wrong(close=closes_once), {"close"}),
+    "has letters of its own": (Lost, {"expert"}),
+    "has no expert": (Mute, {"expert"}),
+    "has bounds upside down": (Unbounded, {"form"}),
+}
+
+
+def failures(environment) -> dict[str, str]:
+    return {
+        verdict.property: verdict.why
+        for verdict in check(environment, examples=30, shrink=False)
+        if verdict.outcome == "FAILED"
+    }
+
+
+def test_a_right_environment_conforms():
+    assert failures(Plain()) == {}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_conformance_suite_finds_a_fault(fault):
+    make, expected = FAULTS[fault]
+    found = failures(make())
+    assert found and set(found) <= expected, found
+
+
+def test_a_state_that_the_knobs_do_not_hold_is_found():
+    environment = Impatient()
+    Impatient.offset = 5  # what another process would find
+    try:
+        assert set(failures(environment)) == {"remade"}
+    finally:
+        Impatient.offset = 0
+
+
+@pytest.mark.parametrize("name", ["tools", "gym_text"])
+def test_tools_and_gyms_conform(name, my_tools, gym):
+    environment = my_tools("search", "say") if name == "tools" else gym("Count").model_copy(update={"max_turns": 3})
+    assert failures(environment) == {}
+
+
+def test_check_operator_takes_an_environment_and_finds_its_faults(capsys, tmp_path):
+    assert main(["check-operator", "guess_number", "--axis", "environment", "--examples", "6"]) == 0
+    assert capsys.readouterr().out.endswith("environment guess_number: ok\n")
+    (tmp_path / "late.py").write_text(LATE)
+    with contextlib.chdir(tmp_path):
+        assert main(["check-operator", "late.py:late", "--examples", "6"]) == 1
+    assert "environment late: failed: form" in capsys.readouterr().out
+
+
+LATE = '''
+from cct.environment import Environment, Episode, Step, environments
+
+@environments.register("late")
+class Late(Environment):
+    """Ends before it begins, and says nothing."""
+
+    def open(self, prompt, seed):
+        return Silent()
+
+class Silent(Episode):
+    def reset(self):
+        return ""
+
+    def step(self, action):
+        return Step()
+'''
+
+
+# --- cct new --------------------------------------------------------------------------------------
+def test_new_environment_writes_three_files_whose_test_passes(capsys, tmp_path):
+    with contextlib.chdir(tmp_path):
+        assert main(["new", "environment", "greater"]) == 0
+        assert "cct check-operator greater.py:greater" in capsys.readouterr().out
+        assert main(["new", "environment", "guess_number"]) == 2
+        assert "environment 'guess_number' exists already" in capsys.readouterr().err
+    names = ["greater.py", "greater.yaml", "test_greater.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout

@@ -1,4 +1,4 @@
-"""`cct new`: a transport or a statistic of your own, with a recipe that trains with it and a test that passes."""
+"""`cct new`: a transport, a statistic or an environment of your own, with a recipe that trains and a test that passes."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ from cct.tools.conformance import check
 
 @pytest.mark.parametrize("verdict", check(STATISTIC), ids=lambda verdict: verdict.property)
 def test_it_conforms(verdict):
-    assert verdict.outcome != "FAILED", f"{{verdict.says}}: {{verdict.why}}\\n{{verdict.example}}"
+    assert verdict.outcome != "FAILED", f"{{verdict.says}}: {{verdict.why}}\n{{verdict.example}}"
 
 
 def test_the_two_likeliest_tokens_count():
@@ -151,9 +151,105 @@ def test_the_two_likeliest_tokens_count():
     assert STATISTIC.measure(forward).tolist() == [[pytest.approx(0.8)]]
 '''
 
+ENVIRONMENT = '''"""An environment of my own."""
+
+import random
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from cct.environment import Action, Environment, Episode, Observation, Start, Step, environments
+from cct.rollout import Prompt
+
+
+@environments.register("{name}")
+class {cls}(Environment):
+    """Two digits each turn; the policy earns for naming the greater one."""
+
+    max_turns: int = Field(3, ge=1, le=100)
+    """Turns of an episode."""
+    noise: float = Field(0.6, ge=0, le=1)
+    """How often the expert that demonstrates names the other digit."""
+
+    def open(self, prompt: Prompt, seed: int) -> Episode:
+        return {cls}Episode(self.max_turns, prompt.meta["seed"])
+
+    def expert(self, prompt: Prompt, seen: Sequence[Observation], said: Sequence[str], rng: random.Random) -> str:
+        return (min if rng.random() < self.noise else max)(str(seen[-1]))
+
+    @property
+    def provides(self) -> frozenset[str]:
+        return frozenset({{"environment", "demonstrations"}})  # it has an expert, from whom a policy can start
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789"  # of observations and actions; a policy without a chat template is made of it
+
+
+class {cls}Episode(Episode):
+    def __init__(self, turns: int, level: int):
+        self.turns, self.left, self.rng = turns, turns, random.Random(level)
+
+    def deal(self) -> str:
+        self.digits = "".join(self.rng.sample("0123456789", 2))
+        return self.digits
+
+    def reset(self) -> Start:
+        return Start(self.deal(), state=f"{{self.left}} left")
+
+    def step(self, action: Action) -> Step:
+        reward = (action.text.strip() == max(self.digits)) / self.turns
+        self.left -= 1
+        return Step(self.deal(), reward, state=f"{{self.left}} left") if self.left else Step(reward=reward, done=True)
+'''
+
+ENVIRONMENT_RECIPE = """# `cct run {name}.yaml` trains a small policy in {name}, from what its expert shows.
+name: {name}
+plugins: [./{name}.py]
+task: {{use: seeds}}
+policy: {{use: scratch, warm_start: {{steps: 300}}}}
+generation: {{use: transformers, max_new_tokens: 4}}
+environment: {{use: {name}}}
+evidence: [environment]
+transport: {{use: grpo}}
+geometry: {{use: ppo_clip}}
+training: {{iterations: 30, prompts_per_iteration: 16, responses_per_prompt: 16, minibatch_size: 64}}
+"""
+
+ENVIRONMENT_TEST = '''"""What {name} promises."""
+
+from pathlib import Path
+
+import pytest
+
+from cct.environment import Action, EpisodePool, environments
+from cct.registry import load_plugin
+from cct.rollout import Prompt
+from cct.tools.conformance import check
+
+load_plugin("{name}.py", Path(__file__).parent)
+ENVIRONMENT = environments["{name}"](max_turns=3)
+
+
+@pytest.mark.parametrize("verdict", check(ENVIRONMENT), ids=lambda verdict: verdict.property)
+def test_it_conforms(verdict):
+    assert verdict.outcome != "FAILED", f"{{verdict.says}}: {{verdict.why}}\\n{{verdict.example}}"
+
+
+def test_the_greater_digit_is_rewarded():
+    with EpisodePool(ENVIRONMENT) as pool:
+        seen, rewards = pool.start([(Prompt("", meta={{"seed": 0}}), 0)])[0].observation, []
+        for choose in (max, min, max):
+            step = pool.step([0], [Action(choose(seen))])[0]
+            rewards.append(step.reward)
+            seen = step.observation
+    assert rewards == [1 / 3, 0.0, 1 / 3] and step.done
+'''
+
 TEMPLATES = {  # axis -> its module, recipe and test
     "transport": (TRANSPORT, TRANSPORT_RECIPE, TRANSPORT_TEST),
     "statistic": (STATISTIC, STATISTIC_RECIPE, STATISTIC_TEST),
+    "environment": (ENVIRONMENT, ENVIRONMENT_RECIPE, ENVIRONMENT_TEST),
 }
 
 

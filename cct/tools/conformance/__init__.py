@@ -1,4 +1,4 @@
-"""The conformance suite: what a transport, gate, statistic, geometry, critic or evidence must be to be exchanged for another.
+"""The conformance suite: what a part must be to be exchanged for another of its axis.
 
     verdicts = check(transports["gae"](lam=0.9))
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from cct.registry import Component, optional
 
-AXES = ("transport", "gate", "statistic", "geometry", "critic", "evidence")
+AXES = ("transport", "gate", "statistic", "geometry", "critic", "evidence", "environment")
 
 Outcome = Literal["ok", "FAILED", "does not apply"]
 OK: Outcome = "ok"

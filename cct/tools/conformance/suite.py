@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from cct.critic import Critic
+from cct.environment import Environment
 from cct.evidence import Evidence
 from cct.geometry import Geometry
 from cct.registry import Component
 from cct.statistic import Statistic
 from cct.transport import Gate, Transport
 
-from . import cases, critics, evidences, geometries, operators, statistics, transports
-from .base import Property, Verdict, judge
+from . import cases, critics, environments, evidences, geometries, operators, statistics, transports
+from .base import AXES, Property, Verdict, judge
 from .watch import restored
 
 EXAMPLES = 60
@@ -26,6 +27,7 @@ SUITES: dict[type[Component], tuple[list[Property], Any, Any, int]] = {
     Geometry: (geometries.GEOMETRY, cases.cases, geometries.show, 1),
     Critic: (critics.CRITIC, critics.cases, critics.show, SLOW),
     Evidence: (evidences.EVIDENCE, evidences.cases, evidences.show, SLOW),
+    Environment: (environments.ENVIRONMENT, environments.cases, environments.show, SLOW),
 }
 
 
@@ -33,7 +35,7 @@ def _suite(operator: Component) -> tuple[list[Property], Any, Any, int]:
     for base, suite in SUITES.items():
         if isinstance(operator, base):
             return suite
-    raise ValueError(f"{type(operator).__name__} is no transport, gate, statistic, geometry, critic or evidence")
+    raise ValueError(f"{type(operator).__name__} is of none of these axes: {', '.join(AXES)}")
 
 
 def properties(operator: Component) -> list[Property]:
@@ -44,7 +46,7 @@ def properties(operator: Component) -> list[Property]:
 def check(operator: Component, *, examples: int = EXAMPLES, only: str = "", shrink: bool = True) -> list[Verdict]:
     """A verdict on each property, or on the one named; the same every time.
 
-    examples: inputs that each property is tried on; a third of it for statistics, critics and evidence. shrink: look for the
+    examples: inputs that each property is tried on; of slow axes a third of it. shrink: look for the
     smallest failing case. Raises ValueError where the operator is of another axis or Hypothesis is not installed.
     """
     found, strategy, show, slow = _suite(operator)
