@@ -65,6 +65,8 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("gate", "attention"): {"half_life": [16, 256], "layers": [0, -1], "sign": -1, "match_gamma": 0.99, "sinks": 2},
     ("gate", "constant"): {"of": {"use": "attention", "statistic": "renyi2"}},
     ("gate", "entropy"): {"half_life": [16, 256], "sign": -1},
+    ("transport", "turn_gae"): {"gamma": 0.9, "lam": 0.7, "lam_value": 0.5, "whiten": False},
+    ("transport", "turn_return"): {"gamma": 0.9, "baseline": "turn"},
     ("gate", "statistic"): {"of": {"use": "preplan", "window": 3}, "sign": -1, "slope": 2.0},
     ("gate", "hidden_change"): {"distance": "relative", "layers": "all", "match_gamma": 0.99},
     ("gate", "logprob"): {"low": 0.5, "slope": 3.0},
