@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 REGISTERS = re.compile(r'@(?:\w+\.)*(\w+)\.register\("(\w+)"\)')
 AXES = {"transports": "transport", "gates": "gate", "geometries": "geometry", "critics": "critic", "evidences": "evidence"}
+AXES |= {"environments": "environment"}
 AXES |= {"statistics": "statistic"}
 
 
