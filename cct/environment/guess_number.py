@@ -77,8 +77,8 @@ class GuessNumber(Environment):
     """The hidden number is one of 1..numbers."""
     max_turns: int = Field(4, ge=1, le=1000)
     """Guesses."""
-    noise: float = Field(0.6, ge=0, le=1)
-    """How often the expert that demonstrates guesses any of the numbers, in place of the middle of those that are left."""
+    noise: float = Field(0.7, ge=0, le=1)
+    """How often the expert that demonstrates guesses the lowest of the numbers that are left, in place of their middle."""
 
     def open(self, prompt: Prompt, seed: int) -> Episode:
         return _Game(self, hidden_number(prompt, self.numbers))
@@ -87,13 +87,12 @@ class GuessNumber(Environment):
         low, high = 1, self.numbers
         for text, hint in zip(said, seen[1:], strict=True):
             low, high = narrowed(low, high, int(text), str(hint))
-        return str(rng.randint(1, self.numbers) if rng.random() < self.noise else (low + high) // 2)
+        return str(low if rng.random() < self.noise else (low + high) // 2)
 
     def expert_policy(self, low: int, high: int, turns: int) -> dict[int | None, float]:
         """The expert as `value_of` takes a policy."""
-        chances: dict[int | None, float] = dict.fromkeys(range(1, self.numbers + 1), self.noise / self.numbers)
-        chances[(low + high) // 2] += 1 - self.noise
-        return chances
+        middle = (low + high) // 2
+        return {low: self.noise, middle: 1 - self.noise} if low < middle else {low: 1.0}
 
     @property
     def provides(self) -> frozenset[str]:
