@@ -66,7 +66,7 @@ class Calculator(Environment):
 
     @property
     def provides(self) -> frozenset[str]:
-        return frozenset({"environment", "demonstrations"})
+        return frozenset({"environment", "demonstrations", "anchors"})
 
     @property
     def alphabet(self) -> str:

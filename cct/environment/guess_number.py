@@ -96,7 +96,7 @@ class GuessNumber(Environment):
 
     @property
     def provides(self) -> frozenset[str]:
-        return frozenset({"environment", "demonstrations"})
+        return frozenset({"environment", "demonstrations", "anchors"})
 
     @property
     def alphabet(self) -> str:
