@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cct.evidence.environment import FromEnvironment
 from cct.geometry import geometries
-from cct.registry import REGISTRIES, Component
+from cct.registry import REGISTRIES, Component, did_you_mean
 from cct.transport import Transport, Wrapper
 
 Problems = Iterator[tuple[str, str]]  # place and message
@@ -45,6 +46,23 @@ def _provided(cls: type[Component]) -> frozenset[str]:
         return cls.model_construct().provides
     except AttributeError:  # it depends on a knob without default
         return frozenset()
+
+
+def environment_is_read_right(recipe: Parts) -> Problems:
+    environment = recipe.environment
+    for index, part in enumerate(recipe.evidence if environment is not None else ()):
+        if not isinstance(part, FromEnvironment):
+            continue
+        place, named = f"evidence.{index}", environment.components
+        if part.component is not None and part.component not in named:
+            yield f"{place}.component", f"environment '{environment.use}' {did_you_mean('reward', part.component, named)}"
+        low, high = environment.bounds
+        if part.component is None and not (part.low <= low and high <= part.high):
+            yield (
+                place,
+                f"an episode of '{environment.use}' can earn from {low:g} to {high:g}, and 'environment' takes "
+                f"{part.low:g} to {part.high:g}; set low to {low:g} and high to {high:g}",
+            )
 
 
 def groups_are_large_enough(recipe: Parts) -> Problems:
@@ -162,6 +180,7 @@ def critic_is_used(recipe: Parts) -> Problems:
 
 RULES: tuple[Callable[[Parts], Problems], ...] = (
     needs_are_met,
+    environment_is_read_right,
     groups_are_large_enough,
     truncated_sampling_is_corrected,
     engines_divide_processes,
