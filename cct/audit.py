@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from cct.evidence import Evidence
-from cct.prompts import EXAMPLES, drawn, measured, named
+from cct.evidence import Evidence, Failure
+from cct.policy.chat import examine
+from cct.prompts import EXAMPLES, begun, drawn, measured, named
 from cct.recipe import Recipe
 from cct.rollout import Prompt
 from cct.task import same
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 OPENED = re.compile(r"<(?:think|thinking|thought|reasoning)>\s*$")
 
@@ -49,13 +54,30 @@ def golds(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[tuple[bool, str
 def duplicates(prompts: Sequence[Prompt]) -> Iterator[str]:
     """Findings about prompts that stand more than once, white space aside."""
     first: dict[str, Prompt] = {}
-    again = [(first[key], prompt) for prompt in prompts if first.setdefault(key := same(prompt.text), prompt) is not prompt]
+    texts = [prompt for prompt in prompts if prompt.text]  # where there is none, an environment makes it
+    again = [(first[key], prompt) for prompt in texts if first.setdefault(key := same(prompt.text), prompt) is not prompt]
     if again:
         yield f"{len(again)} of {len(prompts)} prompts stand more than once, e.g. {named(again[0][1])}"
     differ = [(one, other) for one, other in again if one.answer != other.answer]
     if differ:
         one, other = differ[0]
         yield f"{len(differ)} of them with another gold answer, e.g. {named(other)}: {one.answer!r} and {other.answer!r}"
+
+
+# --- episodes ---------------------------------------------------------------------------------
+def _openings(recipe: Recipe, tokenizer: Tokenizer, prompts: Sequence[Prompt], name: str, result: Audit) -> list[Prompt]:
+    """Prompts with what the environment opens the first episodes with; those that cannot begin are reported."""
+    assert recipe.environment is not None
+    found = begun(recipe, prompts, tokenizer.chat_template)
+    failed = [(prompt, start) for prompt, start in zip(prompts, found, strict=False) if isinstance(start, Failure)]
+    if failed:
+        prompt, first = failed[0]
+        result.found(
+            recipe.environment.on_error == "fail" and name in ("training", "held out"),
+            f"{name}: environment '{recipe.environment.use}' cannot begin {len(failed)} of {len(found)} episodes, e.g. of "
+            f"{named(prompt)} {prompt.meta or ''}: {first.reason}",
+        )
+    return [start for start in found if isinstance(start, Prompt)]
 
 
 # --- the deep check ---------------------------------------------------------------------------
@@ -78,21 +100,25 @@ def audit(recipe: Recipe) -> Audit:
 
     Training prompts as `drawn`, the held-out ones, and those of the frozen sets, by which `cct eval` fails and a run does not.
     """
-    result, alphabet = Audit(), recipe.alphabet if recipe.policy.reads_alphabet else ""
+    result, alphabet = audit_turns(recipe), recipe.alphabet if recipe.policy.reads_alphabet else ""
     tokenizer = recipe.policy.tokenizer(alphabet=alphabet)
     positions = getattr(recipe.policy.config(alphabet=alphabet).get_text_config(), "max_position_embeddings", None)
     sets = {"training": drawn(recipe), "held out": list(recipe.task.held_out())}
     sets |= {f"evaluation.frozen.{name}": list(task.held_out()) for name, task in recipe.evaluation.frozen.items()}
     endless = recipe.task.training() is None
     for name, prompts in sets.items():
-        runs = name in ("training", "held out")
+        runs, episodes = name in ("training", "held out"), recipe.environment is not None
         try:
-            lengths = measured(recipe, tokenizer, positions, prompts)
+            starts = _openings(recipe, tokenizer, prompts, name, result) if episodes else prompts
+            lengths = measured(recipe, tokenizer, positions, starts)
         except ValueError as error:
             result.found(runs, f"{name}: {error}")
             continue
+        if not starts:
+            continue
         sizes = [len(ids) for ids in lengths.tokens]
         what = "the first of an endless stream, " if endless and name == "training" else ""
+        what += f"{len(starts):,} episodes begun, " if episodes else ""
         spread = f"{min(sizes):,} to {max(sizes):,} tokens, mean {sum(sizes) / len(sizes):,.0f}"
         result.lines.append(f"{name}: {len(prompts):,} prompts, {what}{spread}; {len(lengths.too_long)} too long")
         if lengths.too_long:
@@ -111,4 +137,22 @@ def audit(recipe: Recipe) -> Audit:
                 f"policy: prompts end in {opened[0]!r}, which evidence does not see as part of the response; "
                 f"set policy.response_prefix to {opened[0]!r} where it should"
             )
+    return result
+
+
+def audit_turns(recipe: Recipe) -> Audit:
+    """What the chat template makes of conversations of several turns that begin as the recipe's do.
+
+    Raises ValueError or OSError where there is no tokenizer.
+    """
+    tokenizer, result = recipe.policy.tokenizer(alphabet=recipe.alphabet if recipe.policy.reads_alphabet else ""), Audit()
+    if recipe.environment is None:
+        return result
+    environment = recipe.environment.fitted(tokenizer.chat_template)
+    for opening in begun(recipe, drawn(recipe, 1)[:1], tokenizer.chat_template):
+        if isinstance(opening, Failure) or not opening.written:
+            continue
+        rewrites = environment.history == "template"
+        for finding in examine(recipe.policy, tokenizer, opening.written, environment.tool_schemas, rewrites=rewrites):
+            (result.problems if finding.fails else result.lines).append(f"conversation: {finding.text}")
     return result

@@ -75,6 +75,8 @@ def check(arguments: argparse.Namespace) -> int:
             recipe = _checked(path, arguments.set)
             if arguments.deep:
                 _look_deep(path, recipe)
+            elif recipe.environment is not None and recipe.policy.takes_messages:
+                _look_at_turns(path, recipe)
             say(f"{path}: ok ({recipe.name}: {recipe.transport.use}, critic {recipe.critic.use if recipe.critic else 'none'})")
         except RecipeError as error:
             problems += error.problems
@@ -91,6 +93,25 @@ def _look_deep(path: str, recipe) -> None:
         found = audit(recipe)
     except (ValueError, OSError) as error:
         raise RecipeError(f"{path}: {error}") from None
+    _shown(path, found)
+
+
+def _look_at_turns(path: str, recipe) -> None:
+    """What the chat template makes of several turns; a tokenizer that cannot be had is a warning."""
+    from cct.audit import audit_turns
+
+    try:
+        found = audit_turns(recipe)
+    except (ValueError, OSError) as error:
+        say(f"warning: {path}: what the chat template makes of several turns was not looked at: {error}", file=sys.stderr)
+        return
+    _shown(path, found)
+
+
+def _shown(path: str, found) -> None:
+    """Print what was found. Raises RecipeError where a run would fail by it."""
+    from cct.recipe import RecipeError
+
     for line in found.lines:
         say(f"{path}: {line}")
     for warning in found.warnings:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from cct.audit import golds
+from cct.evidence import Failure
 from cct.policy import WARM_START_SEED, Shape
-from cct.prompts import drawn, named
+from cct.prompts import begun, drawn, named
 from cct.recipe import Recipe, RecipeError
 from cct.registry import RAISED, error_text, install
+from cct.rollout import Prompt
 from cct.statistic import Statistic
 from cct.task import Task, same
 from cct.transport import Gate, Transport
@@ -54,7 +56,12 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
 def _data(recipe: Recipe, bound: int) -> tuple[list[str], list[str]]:
     """Problems and warnings of the prompts, the first `bound` of those trained on and of those held out."""
     prompts = [*drawn(recipe, bound)[:bound], *recipe.task.held_out()[:bound]]
-    talk = next((prompt for prompt in prompts if prompt.messages), None)
+    first = prompts[:1] if recipe.environment is None else begun(recipe, prompts[:1])
+    for failure in first:
+        if isinstance(failure, Failure) and recipe.environment is not None:
+            said = f"environment: '{recipe.environment.use}' cannot begin an episode of {named(prompts[0])}: {failure.reason}"
+            return ([said], []) if recipe.environment.on_error == "fail" else ([], [said])
+    talk = next((prompt for prompt in [*first, *prompts] if isinstance(prompt, Prompt) and prompt.messages), None)
     if talk is not None and not recipe.policy.takes_messages:
         return [
             f"task: {named(talk)} is a list of messages, and policy '{recipe.policy.use}' has no chat template to write it by; "

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cct.environment import EpisodePool, Start, opened
 from cct.errors import TrainingStopped
+from cct.evidence import Failure
 from cct.recipe import CRITIC_WARMUP_SEED, Recipe
 from cct.rollout import Prompt, derive_seed
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 LOOK_AHEAD = 2048  # prompts of an endless stream that are looked at before a run
 EXAMPLES = 3  # of what is found, in a message
+BEGUN = 64  # episodes that are begun to measure their prompts
 # Prompts drawn at once in place of those that are too long, and for each of these before it is clear that next to none fits.
 AT_ONCE, TRIES = 64, 1000
 
@@ -57,6 +60,18 @@ def training_prompts(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenize
     return kept[: len(first)], missing
 
 
+def begun(recipe: Recipe, prompts: Sequence[Prompt], chat_template: str | None = None) -> list[Prompt | Failure]:
+    """The first `BEGUN` of the prompts with what the recipe's environment opens an episode with; of each that fails, why."""
+    assert recipe.environment is not None
+    some = list(prompts[:BEGUN])
+    with EpisodePool(recipe.environment.fitted(chat_template)) as pool:
+        starts = pool.start([(prompt, derive_seed(recipe.seed, "begun", number)) for number, prompt in enumerate(some)])
+    return [
+        opened(prompt, start.observation) if isinstance(start, Start) else start
+        for prompt, start in zip(some, starts, strict=True)
+    ]
+
+
 # --- lengths ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Lengths:
@@ -67,10 +82,11 @@ class Lengths:
     """Number and length of each that leaves no room for a response."""
     which: str
     """Which those are, in words; empty where there are none."""
+    remedy: str = "Lower max_new_tokens"
 
     @property
     def problem(self) -> str:
-        return f"{self.which}. Lower max_new_tokens, take them out, or leave them out by `generation.overlong: drop`"
+        return f"{self.which}. {self.remedy}, take them out, or leave them out by `generation.overlong: drop`"
 
 
 def measured(recipe: Recipe, tokenizer: Tokenizer, positions: int | None, prompts: Sequence[Prompt]) -> Lengths:
@@ -78,21 +94,25 @@ def measured(recipe: Recipe, tokenizer: Tokenizer, positions: int | None, prompt
 
     Raises ValueError for a prompt without tokens, and where the policy cannot encode one.
     """
-    tokens = [tuple(recipe.policy.encode(tokenizer, prompt.written)) for prompt in prompts]
+    tools, room = (recipe.environment.tool_schemas, 1) if recipe.environment else ((), recipe.generation.max_new_tokens)
+    tokens = [tuple(recipe.policy.encode(tokenizer, prompt.written, tools)) for prompt in prompts]
     if () in tokens:
         raise ValueError(f"the prompt {named(prompts[tokens.index(())])} has no tokens; leave it out of the task")
-    limit, room = recipe.generation.limit(positions), recipe.generation.max_new_tokens
+    limit = recipe.generation.limit(positions)
     if limit is None:
         return Lengths(tokens, [], "")
     too_long = [(number, len(ids)) for number, ids in enumerate(tokens) if len(ids) + room > limit[0]]
     if not too_long:
         return Lengths(tokens, [], "")
+    needed, remedy = f"generation.max_new_tokens ({room})", "Lower max_new_tokens"
+    if recipe.environment:
+        needed, remedy = "one token of a turn", "Raise the model's or the engine's limit"
     shown = ", ".join(f"{named(prompts[number])} with {length} tokens" for number, length in too_long[:EXAMPLES])
     return Lengths(
         tokens,
         too_long,
-        f"{len(too_long)} of {len(tokens)} prompts are too long: with generation.max_new_tokens ({room}) they take more than "
-        f"{limit[1]}, e.g. {shown}",
+        f"{len(too_long)} of {len(tokens)} prompts are too long: with {needed} they take more than {limit[1]}, e.g. {shown}",
+        remedy,
     )
 
 

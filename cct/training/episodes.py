@@ -16,13 +16,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from cct.environment import Action, Environment, EpisodePool, Observation, Start, Step, opened
 from cct.errors import TrainingStopped
 from cct.evidence import Failure
+from cct.policy.chat import Conversation
 from cct.policy.generation import Completion, Engine
-from cct.policy.models import as_messages
 from cct.prompts import positions_of
 from cct.recipe import Recipe
-from cct.rollout import Message, Prompt, Response, Turn, derive_seed
+from cct.rollout import Prompt, Response, Turn, derive_seed
 
 from .judge import Failures
+from .processes import Ranks
 from .rows import OBSERVED, Sampled, Span
 
 
@@ -54,8 +55,7 @@ class Playing:
     chance: int
     seed: int | None  # of its sampling; None: greedy
     prompt: Prompt
-    talk: list[Message]  # so far, by message
-    text: str  # so far, as the policy read and wrote it
+    talk: Conversation
     spans: list[Span]
     state: str | None
     used: int = 0  # tokens of the budget
@@ -86,8 +86,10 @@ class Episodes:
         actor: PreTrainedModel,
         tokenizer: Tokenizer,
         engine: Callable[[], Engine],
+        ranks: Callable[[], Ranks] = Ranks.current,
     ):
         self.recipe, self.environment, self.tokenizer, self.engine = recipe, environment, tokenizer, engine
+        self.ranks, self.shared = ranks, recipe.generation.processes_per_engine > 1
         self.limit = recipe.generation.limit(positions_of(actor))
         self.failures = Failures()  # since they were last counted
         self._pool: EpisodePool | None = None
@@ -125,8 +127,10 @@ class Episodes:
                 over[number] = begun
             else:
                 living.append(begun)
-        while living:
-            living = self._turn(living, past, over)
+        k = 0
+        while self._go_on(bool(living)):
+            living, k = self._turn(living, past, over, k, greedy=seeds is None), k + 1
+        self.pool.end(range(len(prompts)))  # those that a limit cut
         return [over[number] for number in range(len(prompts))]
 
     def _begin(self, number: int, asked: Prompt, chance: int, seed: int | None, start: Start | Failure) -> Playing | Sampled:
@@ -136,37 +140,41 @@ class Episodes:
             self._fail(start, asked, 0)
             return unplayed
         prompt = opened(asked, start.observation)
+        environment, rewrites = self.environment, self.environment.history == "template"
         try:
-            ids = tuple(self.recipe.policy.encode(self.tokenizer, prompt.written, self.environment.tool_schemas))
-            text = self.recipe.policy.written(self.tokenizer, as_messages(prompt.written), self.environment.tool_schemas)
+            talk = Conversation(self.recipe.policy, self.tokenizer, prompt.written, environment.tool_schemas, rewrites)
         except ValueError as error:
             raise TrainingStopped(str(error)) from error
-        if not ids:
-            raise TrainingStopped(f"environment '{self.environment.use}': the prompt and the first observation are empty")
-        playing = Playing(
-            number, asked, chance, seed, prompt, as_messages(prompt.written), text or "", [Span(ids)], start.state
-        )
+        if not talk.ids:
+            raise TrainingStopped(f"environment '{environment.use}': the prompt and the first observation are empty")
+        playing = Playing(number, asked, chance, seed, prompt, talk, [Span(talk.ids)], start.state)
         if self.room(playing) < 1:
             if self.recipe.generation.overlong == "fail":
                 raise TrainingStopped(
-                    f"the prompt {prompt.text[:60]!r} with {len(ids)} tokens leaves no room for an episode; set "
+                    f"the prompt {prompt.text[:60]!r} with {len(talk.ids)} tokens leaves no room for an episode; set "
                     "generation.overlong to drop, or raise the model's or the engine's limit"
                 )
             self.failures.add("overlong", "")
             return unplayed
         return playing
 
-    def room(self, playing: Playing) -> int:
-        """Tokens that the next turn may have."""
+    def room(self, playing: Playing, observed: int = 0, context: int | None = None) -> int:
+        """Tokens that the next turn may have, after so many more of an observation, behind a context of so many."""
+        length = len(playing.context) if context is None else context
         rooms = [self.recipe.generation.max_new_tokens]
-        rooms += [self.limit[0] - len(playing.context)] if self.limit else []
-        rooms += [self.environment.max_tokens - playing.used] if self.environment.max_tokens else []
+        rooms += [self.limit[0] - length] if self.limit else []
+        rooms += [self.environment.max_tokens - playing.used - observed] if self.environment.max_tokens else []
         return min(rooms)
 
-    def _turn(self, living: list[Playing], past: Sequence[Past], over: dict[int, Sampled]) -> list[Playing]:
-        """Every living episode takes a turn; those that are not over by it."""
-        k = len(living[0].turns)
-        said = self._say(living, past, k)
+    def _go_on(self, living: bool) -> bool:
+        """Whether a turn is taken: by all processes that share an engine, as long as one of them has a living episode."""
+        return any(self.ranks().gather(living)) if self.shared else living
+
+    def _turn(
+        self, living: list[Playing], past: Sequence[Past], over: dict[int, Sampled], k: int, greedy: bool
+    ) -> list[Playing]:
+        """Every living episode takes turn k; those that are not over by it."""
+        said = self._say(living, past, k, greedy)
         actions = [self._take(playing, completion, k) for playing, completion in zip(living, said, strict=True)]
         steps = self.pool.step([playing.number for playing in living], actions)
         going = []
@@ -178,17 +186,16 @@ class Episodes:
                 over[playing.number] = ended
         return going
 
-    def _say(self, living: Sequence[Playing], past: Sequence[Past], k: int) -> list[Completion]:
+    def _say(self, living: Sequence[Playing], past: Sequence[Past], k: int, greedy: bool) -> list[Completion]:
         """What each says in turn k: sampled, or as it was in its past."""
         said = {p.number: past[p.number].turns[k] for p in living if k < len(past[p.number].turns)}
         asked = [p for p in living if p.number not in said]
-        if asked:
+        if asked or self.shared:
             prefixes = [past[p.number].prefix if k == len(past[p.number].turns) else () for p in asked]
-            seeds = None if asked[0].seed is None else [derive_seed(p.seed or 0, k) for p in asked]
             found = self.engine().generate(
                 [(*p.context, *prefix) for p, prefix in zip(asked, prefixes, strict=True)],
-                seeds,
-                [max(1, self.room(p) - len(prefix)) for p, prefix in zip(asked, prefixes, strict=True)],
+                None if greedy else [derive_seed(p.seed or 0, k) for p in asked],
+                [self.room(p) - len(prefix) for p, prefix in zip(asked, prefixes, strict=True)],
             )
             for p, prefix, one in zip(asked, prefixes, found, strict=True):
                 said[p.number] = Completion((*prefix, *one.tokens), one.finished, () if prefix else one.logprobs)
@@ -202,12 +209,7 @@ class Episodes:
         playing.completions.append(completion)
         playing.used += len(completion.tokens)
         ended = completion.finished and completion.tokens[-1:] and completion.tokens[-1] in self.engine().ends
-        tokens = list(completion.tokens[:-1] if ended else completion.tokens)
-        before = self.recipe.policy.opened
-        raw = before + str(self.tokenizer.decode(tokens, skip_special_tokens=False))
-        text = before + str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-        playing.text += raw.removeprefix(before)
-        playing.talk.append({"role": "assistant", "content": raw})
+        text, raw = playing.talk.say(completion.tokens, bool(ended))
         playing.turns.append(Turn(text, len(completion.tokens), completion.finished, state=playing.state))
         return Action(text, raw, completion.finished)
 
@@ -225,38 +227,34 @@ class Episodes:
             return playing.sampled(False)
         playing.state = step.state
         try:
-            self._observe(playing, step.observation)
+            there_is_room = self._observe(playing, step.observation)
         except ValueError as error:
             self._fail(Failure(str(error)), playing.prompt, k + 1)
             return playing.sampled(True, keep=self.environment.on_error != "drop")
-        if self.room(playing) < 1:
-            self.failures.add("out_of_room", "")
-            return playing.sampled(False)
-        return None
+        return None if there_is_room else playing.sampled(False)
 
-    def _observe(self, playing: Playing, observation: Observation) -> None:
-        """What the policy reads next: the tokens that the template adds, or a new row where it rewrites what stood there."""
-        policy, environment = self.recipe.policy, self.environment
-        between = policy.between(self.tokenizer, playing.prompt.written, observation, environment.tool_schemas)
-        messages = as_messages(observation)
-        playing.talk += messages
-        playing.turns[-1] = replace(playing.turns[-1], observation="\n".join(message["content"] for message in messages))
-        playing.text += between
-        if environment.history == "template":
-            whole = policy.written(self.tokenizer, playing.talk, environment.tool_schemas)
-            if whole is not None and "".join(whole.split()) != "".join(playing.text.split()):
-                ids = self.tokenizer(whole, add_special_tokens=False)["input_ids"]
-                playing.used += max(0, len(ids) - len(playing.context))
-                playing.spans.append(Span(tuple(ids)))
-                playing.text = whole
-                return
-        ids = self.tokenizer(between, add_special_tokens=False)["input_ids"] if between else []
-        span = playing.spans[-1]
-        if ids and span.tokens and ids[0] == span.tokens[-1]:
-            ids = ids[1:]  # the end of the turn, which the policy emitted itself
-        span.tokens += ids
-        span.turns += [OBSERVED] * len(ids)
-        playing.used += len(ids)
+    def _observe(self, playing: Playing, observation: Observation) -> bool:
+        """The policy reads it: the tokens that the template adds, or a new row where it rewrites what stood there.
+
+        Returns whether there is room for another turn; where not, nothing is read.
+        """
+        added, span = playing.talk.observe(observation), playing.spans[-1]
+        text = observation if isinstance(observation, str) else "\n".join(message["content"] for message in observation)
+        if not text:
+            self.failures.add("empty", "")
+        if added.refused:
+            self.failures.add("unwritten", "")
+        if self.room(playing, added.observed, len(added.ids) + (0 if added.anew else len(playing.context))) < 1:
+            self.failures.add("out_of_room", "")
+            return False
+        playing.turns[-1] = replace(playing.turns[-1], observation=text)
+        playing.used += added.observed
+        if added.anew:
+            playing.spans.append(Span(tuple(added.ids)))
+        else:
+            span.tokens += added.ids
+            span.turns += [OBSERVED] * len(added.ids)
+        return True
 
     def _fail(self, failure: Failure, prompt: Prompt, turn: int) -> None:
         """Raises TrainingStopped under `on_error: fail`; else it is counted."""

@@ -54,7 +54,7 @@ class Sampler:
         self.episodes: Episodes | None = None
         if recipe.environment is not None:
             environment = recipe.environment.fitted(tokenizer.chat_template)
-            self.episodes = Episodes(recipe, environment, actor, tokenizer, lambda: self.engine)
+            self.episodes = Episodes(recipe, environment, actor, tokenizer, lambda: self.engine, lambda: self.ranks)
         self.failures = Failures()  # on all processes, since they were last counted
         self.overlong = 0  # prompts that were too long and had others in their place, since they were last counted
         self._engine, self._ranks = engine, ranks
