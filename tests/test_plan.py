@@ -133,7 +133,13 @@ def small(*sets: str):
 
 def feet(*sets: str, accumulates: bool = True):
     recipe = small(*sets)
-    return footprint(recipe, recipe.policy.config(alphabet=recipe.task.alphabet), 14, accumulates=accumulates)
+    return footprint(
+        recipe,
+        recipe.policy.config(alphabet=recipe.task.alphabet),
+        14,
+        recipe.generation.max_new_tokens,
+        accumulates=accumulates,
+    )
 
 
 def test_what_the_passes_hold_follows_the_micro_batch_the_length_and_checkpointing():

@@ -106,6 +106,8 @@ CUT = "a turn cut by the length limit"
 CALLED = "a result of a tool"
 SPACED = "white space around an observation"
 LENGTH = 3  # turns of each conversation
+EXCERPT = 60  # characters
+OTHERWISE = "earlier turns are written otherwise than they were read"
 
 
 @dataclass(frozen=True)
@@ -132,23 +134,23 @@ def examine(
         name = str(tools[0].get("function", tools[0]).get("name", "tool"))
         kinds.append((CALLED, "yes", True, [{"role": "tool", "name": name, "content": "7", "tool_call_id": "000000001"}]))
     same: list[str] = []
-    found: dict[str, list[str]] = {}
-    fails: list[Finding] = []
+    found: dict[str, tuple[str, list[str]]] = {}
+    findings: list[Finding] = []
     for kind, text, ended, observation in kinds:
         try:
-            said = _difference(Conversation(policy, tokenizer, opening, tools, rewrites), kind, text, ended, observation)
+            said, example = _difference(
+                Conversation(policy, tokenizer, opening, tools, rewrites), kind, text, ended, observation
+            )
         except ValueError as error:
-            what = "the template refuses role tool" if kind == CALLED else f"the template refuses {kind}"
-            fails.append(Finding(True, f"{what}: {error}"))
+            what = "role tool" if kind == CALLED else kind
+            findings.append(Finding(True, f"the template refuses {what}: {error}"))
             continue
-        if said:
-            found.setdefault(said, []).append(kind)
-        else:
-            same.append(kind)
-    findings = [Finding(False, f"{', '.join(kinds)}: {said}") for said, kinds in found.items()]
+        (found.setdefault(said, (example, []))[1] if said else same).append(kind)
     if same:
         exact = f"the same tokens as the whole conversation rendered at once, over {LENGTH} turns: {', '.join(same)}"
-        findings.insert(0, Finding(False, exact))
+        findings.append(Finding(False, exact))
+    for said, (example, their) in found.items():
+        findings.append(Finding(False, f"{', '.join(their)}: {said}{f' ({example})' if example else ''}"))
     if "strftime_now" in str(tokenizer.chat_template or ""):
         findings.append(
             Finding(
@@ -157,49 +159,46 @@ def examine(
                 "stands in policy.chat_options",
             )
         )
-    return list({finding.text: finding for finding in [*fails, *findings]}.values())
+    return findings
 
 
-def _difference(talk: Conversation, kind: str, text: str, ended: bool, observation: str | Sequence[Message]) -> str:
-    """What the template does otherwise with turns of this kind, and what follows; empty where the tokens are the same."""
+def _difference(talk: Conversation, kind: str, text: str, ended: bool, observation: str | Sequence[Message]) -> tuple[str, str]:
+    """What the template does otherwise with turns of this kind, and an example; empty where the tokens are the same."""
     policy, tokenizer, row = talk.policy, talk.tokenizer, list(talk.ids)
+    between = policy.between(tokenizer, talk.opening, observation, talk.tools)
     said = list(tokenizer(text.removeprefix(policy.opened), add_special_tokens=False)["input_ids"]) if text else []
-    turn = [*said, _end_of(talk, observation)] if ended else said
+    turn = [*said, _end_of(tokenizer, between)] if ended else said
     for number in range(1, LENGTH + 1):
         talk.say(turn, ended)
         row += turn
-        if number == LENGTH:
-            break
-        read = talk.text
-        added = talk.observe(observation)
-        if added.anew:
-            if kind == "the thinking of a turn" and THOUGHT[8:14] not in talk.text:
-                return "thinking of earlier turns is left out: each turn starts a new row"
-            read += policy.between(tokenizer, talk.opening, observation, talk.tools)
-            return f"{_apart(read, talk.text)} in earlier turns: each turn starts a new row"
+        read, added = talk.text + between, talk.observe(observation)
         if added.refused:
-            return f"refused in earlier turns, and the episode goes on with the tokens as they were sampled ({added.refused})"
-        row += added.ids
-    kept = "; the policy reads what was sampled"
-    talk.observe(observation)  # so that what ends the last turn is written
+            return "refused in earlier turns, and the episode goes on with the tokens as they were sampled", added.refused
+        if added.anew and "Is it so?" in read and "Is it so?" not in talk.text:
+            return "thinking of earlier turns is left out: each turn starts a new row", ""
+        if added.anew:
+            return "earlier turns are written otherwise than they were read: each turn starts a new row", _apart(
+                read, talk.text
+            )
+        row += added.ids if number < LENGTH else []
     whole = policy.written(tokenizer, talk.messages, talk.tools) or ""
+    if not same_but_for_space(whole, talk.text):
+        return f"{OTHERWISE}, and stay as they were sampled (history: sampled)", _apart(talk.text, whole)
     if whole != talk.text:
-        trimmed = "the text is trimmed: " if kind.startswith("white space") else ""
-        return f"{trimmed}{_apart(talk.text, whole)}{kept}"
+        what = "the text is trimmed" if kind.startswith("white space") else "white space is not what it was"
+        return f"{what}, of which the policy reads what was sampled", _apart(talk.text, whole)
     written = list(tokenizer(whole, add_special_tokens=False)["input_ids"])
     place = next((k for k, (a, b) in enumerate(zip(row, written, strict=False)) if a != b), None)
     if place is None:
-        return ""
+        return "", ""
     ours, theirs = (tokenizer.convert_ids_to_tokens(ids[place : place + 2]) for ids in (row, written))
-    return f"the text is the same, the tokens where a turn begins or ends are not ({ours} for {theirs}){kept}"
+    return "the text is the same, its tokens are not, of which the policy reads those sampled", f"{ours} for {theirs}"
 
 
-def _end_of(talk: Conversation, observation: str | Sequence[Message]) -> int:
+def _end_of(tokenizer: Tokenizer, between: str) -> int:
     """The token by which the policy ends a turn: the special one that the template writes there, else the tokenizer's."""
-    between = talk.policy.between(talk.tokenizer, talk.opening, observation, talk.tools)
-    first = talk.tokenizer(between, add_special_tokens=False)["input_ids"][0]
-    known = talk.tokenizer.added_tokens_decoder
-    return first if first in known and known[first].special else talk.tokenizer.eos_token_id
+    first, known = tokenizer(between, add_special_tokens=False)["input_ids"][0], tokenizer.added_tokens_decoder
+    return first if first in known and known[first].special else tokenizer.eos_token_id
 
 
 def _apart(read: str, written: str) -> str:
@@ -207,9 +206,12 @@ def _apart(read: str, written: str) -> str:
     if not same_but_for_space(read, written):
         read, written = " ".join(read.split()), " ".join(written.split())
     start = next((k for k, (a, b) in enumerate(zip(read, written, strict=False)) if a != b), min(len(read), len(written)))
-    read, written = read[start : start + 400], written[start : start + 400]
-    steps = SequenceMatcher(None, read, written, autojunk=False).get_opcodes()
-    gone, new = next((read[a:b], written[c:d]) for step, a, b, c, d in steps if step != "equal")
-    if not new:
-        return f"the template leaves out {gone!r}"
-    return f"the template writes {new!r} in place of {gone!r}" if gone else f"the template adds {new!r}"
+    ours, theirs = read[start : start + 400], written[start : start + 400]
+    steps = SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
+    gone, new = next((ours[a:b], theirs[c:d]) for step, a, b, c, d in steps if step != "equal")
+    if gone and new:
+        return f"the template writes {new[:EXCERPT]!r} in place of {gone[:EXCERPT]!r}"
+    changed = gone or new
+    while start and read[start - 1] == changed[-1] and steps[0][0] != "equal":  # `<a><` behind a `<` is `<a>`
+        changed, start = changed[-1] + changed[:-1], start - 1
+    return f"the template {'leaves out' if gone else 'adds'} {changed[:EXCERPT]!r}"

@@ -107,15 +107,14 @@ class Live(TorchDispatchMode):
         return Peak(self.peak.total, self.peak.logits, self.now)
 
 
-def footprint(recipe: Recipe, config: Any, prompt: int, *, accumulates: bool) -> Footprint:
-    """Run the passes of `recipe` over rows of `prompt` + `max_new_tokens` tokens, without memory.
+def footprint(recipe: Recipe, config: Any, prompt: int, width: int, *, accumulates: bool) -> Footprint:
+    """Run the passes of `recipe` over rows of `prompt` + `width` tokens, without memory.
 
     config: the model's transformers configuration. accumulates: gradients are there before a policy's
     pass, and are not counted as made in it.
     """
     training, text = recipe.training, config.get_text_config()
     dtype = _dtype(recipe, config)
-    width = recipe.generation.max_new_tokens
     rows = training.rows_per_forward(prompt + width)
     with _Fake():
         actor = tappable(AutoModelForCausalLM.from_config(config, dtype=dtype))

@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cct.prompts import LOOK_AHEAD
+from cct.prompts import LOOK_AHEAD, begun
 from cct.recipe import Recipe, RecipeError
+from cct.rollout import Prompt
 
 if TYPE_CHECKING:
-    from cct.rollout import Prompt
     from cct.tools.memory import Footprint, Peak
 
 MB, GB = 10**6, 10**9
@@ -79,7 +79,7 @@ class Plan:
     prompt: int
     """Tokens of the longest prompt."""
     width: int
-    """Tokens of the longest response."""
+    """Tokens of the longest response, or of an episode without its prompt."""
     responses: int
     """In one iteration, over all processes."""
     phases: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -109,11 +109,12 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
     training = recipe.training
     notes: list[str] = []
     prompt = _prompt_tokens(recipe, problems, notes)
-    rows = training.rows_per_forward(prompt + recipe.generation.max_new_tokens)
+    width = _response_tokens(recipe, config, prompt, notes)
+    rows = training.rows_per_forward(prompt + width)
     micro_batches = training.minibatch_size // training.processes // rows  # of the longest responses
     accumulates = micro_batches > 1 or _sharded(recipe)
     try:
-        foot = footprint(recipe, config, prompt, accumulates=accumulates)
+        foot = footprint(recipe, config, prompt, width, accumulates=accumulates)
     except ValueError as error:
         raise RecipeError(f"policy '{recipe.policy.use}': {error}") from None
     result = Plan(
@@ -123,7 +124,7 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
         sizes(recipe, config),
         training.processes,
         prompt,
-        recipe.generation.max_new_tokens,
+        width,
         training.prompts_per_iteration * training.responses_per_prompt,
         notes=notes,
     )
@@ -287,18 +288,47 @@ class Problems:
 def _prompt_tokens(recipe: Recipe, problems: Problems, notes: list[str]) -> int:
     """Tokens of the longest prompt that the engine takes, or that the first iteration and the evaluation have."""
     limit, width = getattr(recipe.generation, "max_length", None), recipe.generation.max_new_tokens
-    if limit is not None:
+    if limit is not None and recipe.environment is None:
         return max(1, limit - width)
     if problems.missing:
         notes.append(f"prompts of {UNKNOWN_PROMPT} tokens assumed, as the task's data cannot be read: {problems.missing}")
         return UNKNOWN_PROMPT
     prompts = [*problems.training, *problems.held_out]
+    tools = recipe.environment.tool_schemas if recipe.environment else ()
     try:
         tokenizer = recipe.policy.tokenizer(alphabet=problems.alphabet)
-        return max(len(recipe.policy.encode(tokenizer, prompt.written)) for prompt in prompts)
+        if recipe.environment is not None:
+            starts = begun(recipe, prompts, tokenizer.chat_template)
+            prompts = [start for start in starts if isinstance(start, Prompt)]
+            if not prompts:
+                notes.append(f"prompts of {UNKNOWN_PROMPT} tokens assumed, as the environment begins no episode")
+                return UNKNOWN_PROMPT
+        return max(len(recipe.policy.encode(tokenizer, prompt.written, tools)) for prompt in prompts)
     except (OSError, ValueError):
         notes.append(f"no tokenizer is at hand: {CHARACTERS_PER_TOKEN} characters a token assumed, and no chat template")
         return max(len(prompt.text) for prompt in prompts) // CHARACTERS_PER_TOKEN + 1
+
+
+def _response_tokens(recipe: Recipe, config: Any, prompt: int, notes: list[str]) -> int:
+    """Tokens of the longest response, or of an episode: its budget, or what its turns may have."""
+    environment, each = recipe.environment, recipe.generation.max_new_tokens
+    if environment is None:
+        return each
+    said = f"{environment.max_turns} turns of {each} tokens"
+    width = environment.max_tokens or environment.max_turns * each
+    if environment.max_tokens is None:
+        notes.append(
+            f"an episode of {said} assumed; what the environment says comes on top, unless environment.max_tokens is set"
+        )
+    limit = recipe.generation.limit(getattr(config.get_text_config(), "max_position_embeddings", None))
+    if limit is not None and width > limit[0] - prompt:
+        width = max(1, limit[0] - prompt)
+        notes.append(f"an episode ends at {limit[1]}")
+    if environment.history == "template" and recipe.policy.takes_messages:
+        notes.append(
+            "one row per episode assumed; a chat template that rewrites earlier turns makes more (`cct check` says whether)"
+        )
+    return width
 
 
 def _resident() -> int:
