@@ -43,8 +43,10 @@ FAMILIES = {
     ),
     "mistral": Family(
         "mistral",
-        ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
-        + ("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        (
+            *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+            *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        ),
         "</s>",
         "</s>",
         "<s>",
