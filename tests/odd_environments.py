@@ -45,7 +45,7 @@ class Told(Episode):
         self.prompt, self.seed, self.turn = prompt, seed, 0
 
     def reset(self):
-        return {"nothing": None, "number": 3, "messages": [], "state": Start("x", 7)}.get(
+        return {"nothing": None, "number": 3, "messages": [], "state": Start("x", 7), "over": Step(done=True)}.get(
             self.prompt.text, Start(f"seed {self.seed} {random.random()}", "first")
         )
 
@@ -56,6 +56,7 @@ class Told(Episode):
             "no observation": Step(),
             "no messages": Step([]),
             "empty": Step(""),
+            "long": Step("x" * 200),
             "number": Step(5),
             "messages": Step([{"role": "user", "content": "a"}, {"role": "tool", "content": "b", "name": "c"}]),
             "no role": Step([{"content": "a"}]),

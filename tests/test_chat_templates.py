@@ -218,8 +218,8 @@ def test_the_rollouts_mask_is_on_the_same_tokens(folders):
     agent, tokenizer, _ = build(recipe)
     rows = Sampler(recipe, agent.actor, tokenizer).sample(1)
     found = Held(recipe, agent, tokenizer, rows=rows).collect(1).rollout
-    for number, row in enumerate(rows):
-        width = len(row.tokens)
+    for row in rows:
+        number, width = found.episodes.tolist().index(row.episode), len(row.tokens)
         assert found.input_ids[number, found.prompt_width :][:width].tolist() == list(row.tokens)
         assert found.mask[number, :width].tolist() == [turn != OBSERVED for turn in row.turns]
         assert not found.mask[number, width:].any() and found.turns[number, :width].tolist() == list(row.turns)
