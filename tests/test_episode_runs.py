@@ -12,13 +12,14 @@ import pytest
 from chat_families import write_family
 from held import Held
 from rich.console import Console
-from test_chat_templates import Scripted, recipe_of
+from test_chat_templates import Asked, Quiz, Scripted, recipe_of
 from test_training import RECIPES, assert_same_tensors, final_state, run, tiny
 
 from cct.agent.building import build
 from cct.errors import TrainingStopped
 from cct.loading import load_recipe
 from cct.policy.generation import Completion, Engine
+from cct.policy.vllm import VLLM
 from cct.rollout import Prompt, derive_seed
 from cct.run_folder import RunFolder
 from cct.training.episodes import Episodes, Past
@@ -75,9 +76,8 @@ WRONG = {
 def test_a_step_that_goes_wrong_stops_the_run_ends_the_episode_or_leaves_it_out(action, on_error, folder):
     turns = ["plus", action]
     if on_error == "fail":
-        with pytest.raises(
-            TrainingStopped, match=rf"environment 'obedient' failed: .*{WRONG[action]}.* in turn 2 \(prompt 'a'"
-        ):
+        says = rf"environment 'obedient' failed: .*{WRONG[action]}.* in turn 2 \(prompt 'aseed"
+        with pytest.raises(TrainingStopped, match=says):
             obedient(folder, turns, on_error=on_error)
         return
     one, counts, said = obedient(folder, turns, on_error=on_error)
@@ -150,7 +150,7 @@ def test_an_opening_that_leaves_no_room_follows_overlong(overlong, folder, tmp_p
 def test_a_history_that_the_template_refuses_goes_on_as_it_was_sampled(tmp_path):
     """Here a turn of the policy that says x; the observation itself can be written."""
     folder = write_family(tmp_path, "smollm2", REFUSES.replace("== 'x'", "== 'empty'"))
-    one, counts, _ = obedient(folder, ["empty", "plus", "done"])
+    one, counts, _ = obedient(folder, ["empty", "empty", "done"])
     assert counts["environment/unwritten"] == 2 and "environment/errors" not in counts
     assert len(one.response.turns) == 3 and len(one.spans) == 1
 
@@ -178,7 +178,7 @@ class Flaky(odd_environments.Environment):
     def open(self, prompt, seed):
         if seed % 3 == 0:
             raise OSError("no game left")
-        return odd_environments.Told(Prompt("a"), seed)
+        return Asked(Quiz())
 
 
 # --- what an episode follows from -----------------------------------------------------------------
@@ -270,8 +270,7 @@ def test_processes_that_share_an_engine_take_as_many_turns():
     slots, barrier = [None, None], threading.Barrier(2)
     base = game("environment.max_turns=3")
     agent, tokenizer, _ = build(base)
-    shared = base.generation.model_copy()
-    object.__setattr__(shared, "__class__", type("Shared", (type(shared),), {"processes_per_engine": 2}))
+    shared = VLLM(max_new_tokens=3, tensor_parallel=2)
     recipe = base.model_copy(update={"generation": shared})
     engines = [Counting(shared, agent.actor, tokenizer) for _ in range(2)]
     prompts = [[], [Prompt("", meta={"seed": seed}) for seed in range(6)]]

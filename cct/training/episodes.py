@@ -262,8 +262,9 @@ class Episodes:
         if environment.on_error == "fail":
             when = f"in turn {turn}" if turn else "at its start"
             did = "" if failure.timed_out else "failed: "
+            reason = failure.reason.removeprefix(f"environment '{environment.use}': ")
             raise TrainingStopped(
-                f"environment '{environment.use}' {did}{failure.reason}, {when} (prompt {prompt.text[:60]!r} "
+                f"environment '{environment.use}' {did}{reason}, {when} (prompt {prompt.text[:60]!r} "
                 f"{prompt.meta or ''}); `on_error: end` or `drop` would go on"
             ) from failure.cause
         self.failures.add("timeouts" if failure.timed_out else "errors", failure.reason)
