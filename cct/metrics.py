@@ -56,7 +56,8 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
     Metric(
         "environment/NAME, eval/environment/NAME",
         "how often the environment failed: `errors`, `timeouts`; episodes that ended as there was no room for another turn,"
-        " `out_of_room`, or that could not begin, `overlong`; observations without text, `empty`",
+        " `out_of_room`, or that could not begin, `overlong`; observations without text, `empty`;"
+        " turns after which the chat template could not write the conversation, which went on as sampled, `unwritten`",
         "episodes",
     ),
     Metric(

@@ -13,7 +13,9 @@ from cct.policy import policies
 from cct.policy.generation import EngineError
 from cct.policy.vllm import VLLM, VLLMEngine
 from cct.policy.weights import add_lora, named_weights
+from cct.rollout import Prompt
 from cct.run_folder import RunFolder
+from cct.training.sampler import Sampler
 
 pytestmark = [
     pytest.mark.vllm,
@@ -174,3 +176,34 @@ def test_comppo_trains_three_iterations(tmp_path):
     events = [e for e in RunFolder(folder).metrics if e["iteration"] > 0]
     assert len(events) == 3
     assert all(e["engine/probe_gap"] < 1e-5 and e["engine/logprob_gap_max"] < 1e-4 for e in events)
+
+
+# --- episodes -------------------------------------------------------------------------------------
+def test_both_engines_play_the_same_greedy_episodes_and_a_turn_reads_only_what_is_new():
+    """Prompts longer than a block of the cache, and after a renewal again: what was read by old weights is forgotten."""
+    recipe = tiny("guess_number_grpo", *HEADS, "generation.max_new_tokens=3", "policy.alphabet=0123456789<>x?")
+    agent, tokenizer, _ = build(recipe)
+    prompts = [Prompt("?" * 300, meta={"seed": seed}) for seed in range(6)]
+    knobs = KNOBS.model_copy(update={"max_length": 512, "max_new_tokens": 3, "kv_cache_gb": 0.2})
+    with opened(agent.actor, tokenizer, knobs) as engine:
+        assert engine.llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+        for update in range(2):
+            nudge(agent.actor, update, 0.2)
+            engine.sync()
+            ours = Sampler(recipe, agent.actor, tokenizer).respond(prompts, None)
+            theirs = Sampler(recipe, agent.actor, tokenizer, engine).respond(prompts, None)
+            assert [one.spans for one in theirs] == [one.spans for one in ours]
+            assert [one.response.turns for one in theirs] == [one.response.turns for one in ours]
+            assert max(len(one.response.turns) for one in ours) == 4
+
+
+def test_an_episode_of_vllm_follows_from_its_seed():
+    recipe = tiny("guess_number_grpo", *HEADS, "generation.max_new_tokens=3")
+    agent, tokenizer, _ = build(recipe)
+    prompts = [Prompt("", meta={"seed": seed}) for seed in range(6)]
+    with opened(agent.actor, tokenizer, KNOBS.model_copy(update={"max_new_tokens": 3})) as engine:
+        sampler = Sampler(recipe, agent.actor, tokenizer, engine)
+        whole = sampler.respond(prompts, range(6))
+        alone = [sampler.respond([prompt], [seed])[0] for seed, prompt in enumerate(prompts)]
+        assert [one.spans for one in alone] == [one.spans for one in whole]
+        assert len({one.response.tokens for one in whole}) > 3

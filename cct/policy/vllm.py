@@ -110,6 +110,7 @@ class VLLMEngine(Engine):
                     kv_cache_memory_bytes=int(cache * 2**30) if cache else None,
                     tensor_parallel_size=knobs.tensor_parallel,
                     distributed_executor_backend="external_launcher" if several else None,
+                    enable_prefix_caching=True,  # a turn reads on where the last one ended; `sync` forgets what was read
                     enforce_eager=knobs.eager or not on_gpu,
                     enable_sleep_mode=knobs.sleep and on_gpu,
                     logprobs_mode="processed_logprobs",
