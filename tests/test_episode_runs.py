@@ -249,6 +249,15 @@ def test_branches_of_episodes_have_values_of_their_continuations():
     assert found.rollout.branch_values.ge(0).all() and found.rollout.branch_values.le(1).all()
 
 
+def test_fidelity_branches_from_within_turns(tmp_path):
+    """Of a run with an environment; a token at which an episode ends is worth what is left of its reward."""
+    from cct.tools.fidelity.measure import measure
+
+    folder = run(game("training.iterations=1"), tmp_path)
+    found = measure(folder, batches=1, positions=6, below=1.0, continuations=8)
+    assert found.tokens > 0
+
+
 def test_processes_that_share_an_engine_take_as_many_turns():
     """One whose episodes end early asks for nothing until the others' are over, or they would wait for it for ever."""
 
