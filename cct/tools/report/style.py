@@ -99,6 +99,14 @@ pre{
 .t{padding:.16em .05em;border-radius:2px}
 .t.m{opacity:.45;text-decoration:underline dotted}
 .prompt{color:var(--soft)}
+.turn{
+  display:grid;grid-template-columns:minmax(0,1fr) auto;gap:.2rem 1rem;margin:.3rem 0;padding:.3rem .6rem;
+  background:var(--ground);border:1px solid var(--rule);border-left:3px solid var(--ink);border-radius:4px}
+.beside{font:.78rem/1.45 system-ui,sans-serif;color:var(--soft);text-align:right}
+.beside b{color:var(--ink);font-weight:600}
+.beside .mean{display:none;color:var(--ink);border-radius:2px;padding:0 .25em;margin:.1rem 0}
+.observed{margin:.3rem 0 .3rem 1.6rem;padding:.1rem .6rem;color:var(--soft);border-left:3px solid var(--rule)}
+.observed b{display:block;font:.75rem/1.5 system-ui,sans-serif}
 .scale{display:none;font-size:.78rem;color:var(--soft);align-items:center;gap:.45rem;margin-bottom:.2rem}
 .scale i{display:inline-block;width:5.5rem;height:.6rem;border-radius:2px;border:1px solid var(--rule)}
 .diverging{background:linear-gradient(90deg,rgb(var(--neg)/.8),transparent,rgb(var(--pos)/.8))}
