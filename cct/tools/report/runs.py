@@ -223,12 +223,12 @@ def _said(sample: dict[str, Any]) -> str:
     every = []
     for number_of, turn in enumerate(turns, 1):
         rewards = ", ".join(f"{name} {number(x)}".strip() for name, x in turn["rewards"].items())
-        facts = [f"turn {number_of}", *([f"reward {rewards}"] if rewards else [])]
-        facts += [f"state {turn['state']}"] if turn["state"] is not None else []
-        facts += [] if turn["finished"] else ["cut by the length limit"]
+        facts = [] if turn["finished"] else ["cut by the length limit"]
+        facts += [] if turn["state"] is None else [f"state {turn['state']}"]
+        facts += [*([f"reward {rewards}"] if rewards else []), f"turn {number_of}"]
         every.append(
-            f'<div class="turn"><div class="said">{escape(turn["text"]) or "∅"}</div>'
-            f'<div class="beside">{escape(" · ".join(facts))}</div></div>'
+            f'<div class="turn"><div class="beside">{"".join(f"<span>{escape(fact)}</span>" for fact in facts)}</div>'
+            f"{escape(turn['text']) or '∅'}</div>"
         )
         if turn["observation"]:
             every.append(f'<div class="observed">{escape(turn["observation"])}</div>')

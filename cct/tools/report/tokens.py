@@ -127,13 +127,13 @@ def _conversation(pane: Pane, spans: Sequence[str], scales: dict[str, tuple[floa
             continue
         if begin in forks:
             again = f"history rewritten, {forks[begin]['read_again']:,} tokens read again; from where it differs:"
-            found.append(f'<p class="text-of observed"><b>{again}</b>{escape(forks[begin]["text"])}</p>')
+            found.append(f'<p class="text-of observed"><b class="again">{again}</b>{escape(forks[begin]["text"])}</p>')
         if turns[begin] < 0:
             read = escape("".join(response["tokens"][begin:end]).replace("\n", "⏎\n"))
             found.append(f'<p class="text-of observed"><b>observed</b>{read}</p>')
         else:
             said, beside = "".join(spans[begin:end]), _beside(pane, turns[begin], scales)
-            found.append(f'<div class="turn"><p class="text-of">{said}</p><div class="beside">{beside}</div></div>')
+            found.append(f'<div class="turn"><div class="beside">{beside}</div><p class="text-of">{said}</p></div>')
         begin = end
     return "".join(found)
 
@@ -151,9 +151,9 @@ def _beside(pane: Pane, turn: int, scales: dict[str, tuple[float, float]]) -> st
             colour = f"background:{_colour(q, mean, scale)}"
             means.append(f'<span class="mean {q}" style="{colour}">mean {SYMBOLS[q]} {number(mean)}</span>')
     given = response["turns"][turn]
-    named = "".join(f"<br>{escape(name)} {number(x)}" for name, x in given["rewards"].items())
-    untrained = "" if places else "<br>not trained on"
-    return f"<b>turn {turn + 1}</b>{''.join(means)}reward {number(given['reward'])}{named}{untrained}"
+    facts = [f"reward {number(given['reward'])}", *(f"{escape(name)} {number(x)}" for name, x in given["rewards"].items())]
+    facts += [] if places else ["not trained on"]
+    return "".join(means) + "".join(f"<span>{fact}</span>" for fact in facts) + f"<b>turn {turn + 1}</b>"
 
 
 def _colour(quantity: str, x: float, scale: tuple[float, float]) -> str:
