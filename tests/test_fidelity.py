@@ -109,7 +109,7 @@ def test_the_truth_of_a_known_process():
         Row(Prompt("", "111"), (1,), Response("", tokens, False), (0.0, 0.0, float(tokens == right)), True, 0)
         for tokens in (right, late, wrong)
     ]
-    places = [(0, 0), (0, 1), (0, 2), (1, 2), (2, 0), (2, 1)]
+    places = [(0, 0, 1), (0, 1, 1), (0, 2, 1), (1, 2, 1), (2, 0, 1), (2, 1, 1)]
     found, tokens = advantages_at(Sampler(recipe, None, Decoder(), Coins()), rows, places, 4000, 3)
     expected = [1 / 8, 1 / 4, 1 / 2, -1 / 2, -1 / 8, 0]
     assert [whole for whole, *_ in found] == pytest.approx(expected, abs=0.02)
@@ -333,7 +333,7 @@ def test_earlier_checkpoints_may_be_kept_to_look_back(tmp_path):
     folder = run(scattered(tmp_path, "rloo", *sets), tmp_path)
     assert [int(path.stem) for path in RunFolder(folder).checkpoints] == [2, 3, 4]
     knobs = {"batches": 1, "positions": 20, "continuations": 4}
-    earlier, last = measure(folder, at=2, **knobs), measure(folder, **knobs)
+    earlier, last = measure(folder, iteration=2, **knobs), measure(folder, **knobs)
     assert (earlier.iteration, last.iteration) == (2, 4)
     assert {place[0] for place in earlier.places} == {3} and {place[0] for place in last.places} == {5}
 
