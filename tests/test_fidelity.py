@@ -19,7 +19,8 @@ from cct.policy.generation import Completion, Engine
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Prompt, Response
 from cct.run_folder import RunFolder
-from cct.tools.fidelity.measure import advantages_at, measure
+from cct.tools.fidelity.branching import advantages_at
+from cct.tools.fidelity.measure import measure
 from cct.tools.fidelity.scores import (
     Truth,
     bias,

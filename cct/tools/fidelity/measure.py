@@ -26,9 +26,10 @@ from cct.run_folder import RunFolder
 from cct.training.credit import Estimator, random_order
 from cct.training.metrics import rollout_metrics
 from cct.training.rows import Row
-from cct.training.sampler import Sampler, State
+from cct.training.sampler import Sampler
 
-from .scores import Array, Truth, branched_advantage
+from .branching import advantages_at
+from .scores import Array, Truth
 from .variants import variants_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,7 +115,7 @@ def measure(
         sampled = _sample(base, variants, agent, moments, range(first, first + batches), on_stage)
         where = derive_seed(base.recipe.seed, "fidelity positions")
         every = sampled.actions(at)
-        drawn, undecided = _positions(source, sampled, every, positions, below, where)
+        drawn, undecided = _positions(source, sampled, every, at, positions, below, where)
         on_stage(f"continuing responses at {len(drawn)} positions")
         truth, tokens = _truth(base, sampled.rows, drawn, first, continuations)
     finally:
@@ -255,7 +256,7 @@ def _logprob(row: Row, place: int, count: int) -> float:
 
 
 def _positions(
-    source: Path, sampled: _Sampled, every: Sequence[Place], count: int, below: float, seed: int
+    source: Path, sampled: _Sampled, every: Sequence[Place], at: At, count: int, below: float, seed: int
 ) -> tuple[list[Place], int]:
     """So many of the actions that were sampled with a probability below `below`, in order; and of how many.
 
@@ -265,46 +266,8 @@ def _positions(
     unsure = [(b, row, t, n) for b, row, t, n in every if _logprob(sampled.rows[b][row], t, n) < least]
     order = torch.randperm(len(unsure), generator=torch.Generator().manual_seed(seed))[:count]
     if len(order) < 2:
-        what = "turns" if any(n > 1 for *_, n in every) else "tokens"
         raise RecipeError(
-            f"{source}: of {sampled.responses} responses {len(order)} {what} were sampled with a probability below "
-            f"{below:g}, so nothing was decided in them; --below 1 looks at all {what}"
+            f"{source}: of {sampled.responses} responses {len(order)} {at} were sampled with a probability below "
+            f"{below:g}, so nothing was decided in them; --below 1 looks at all {at}"
         )
     return [unsure[index] for index in sorted(order.tolist())], len(unsure)
-
-
-def advantages_at(
-    sampler: Sampler, rows: Sequence[Row], places: Sequence[tuple[int, int, int]], each: int, seed: int
-) -> tuple[list[tuple[float, float, float, float]], int]:
-    """Q(s, a) - V(s) of each action: the estimate, those of its two halves, and the p-value of 0.
-
-    places: row, first token in it, and number of tokens of each action: one, or those of a whole turn. each: continuations from
-    before and from after every action. Returns as well the tokens that were sampled. Raises RecipeError where fewer than four
-    continuations of a state could be judged.
-    """
-
-    def state(row: Row, t: int) -> State:
-        return sampler.key(row), row.response.tokens[:t]
-
-    here = [(rows[number], first := rows[number].number(t), first + n) for number, t, n in places]
-    ends = [end == len(row.response.tokens) for row, _, end in here]  # nothing follows: what the action is worth is known
-    wanted = [
-        state(row, t)
-        for (row, first, end), ended in zip(here, ends, strict=True)
-        for t in ((first,) if ended else (first, end))
-    ]
-    states = list(dict.fromkeys(wanted))
-    continued, cost = sampler.continue_from(rows, states, each, seed)
-    of_state = dict(zip(states, continued, strict=True))
-    if (fewest := min(map(len, continued), default=each)) < 4:
-        raise RecipeError(f"{fewest} of {each} continuations of a state could be judged, and at least 4 are needed")
-    found = []
-    for (row, first, end), ended in zip(here, ends, strict=True):
-        reward, action = sum(row.rewards[first:end]), row.response.tokens[first:end]
-        after = [reward] * each if ended else [reward + one.value for one in of_state[state(row, end)]]
-        before = of_state[state(row, first)]
-        returns, chose = [one.value for one in before], [one.said[: len(action)] == action for one in before]
-        whole, p = branched_advantage(after, returns, chose)
-        half, other = (branched_advantage(after[k::2], returns[k::2], chose[k::2])[0] for k in (0, 1))
-        found.append((whole, half, other, p))
-    return found, int(cost["branch/tokens"])

@@ -93,9 +93,10 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
     )
     for one in found:
         truth, at = one["truth"], one["at"]
+        responses = "episodes" if at == "turns" else "responses"
         terminal.print(
             f"{one['source']}, iteration {one['iteration']}: {one['positions']} of the {one[f'undecided_{at}']:,} {at} (of "
-            f"{one[f'trained_{at}']:,} in {one['responses']:,} {'episodes' if at == 'turns' else 'responses'}) that were sampled with a probability below "
+            f"{one[f'trained_{at}']:,} in {one['responses']:,} {responses}) that were sampled with a probability below "
             f"{one['below']:g}, in responses to {one['prompts']} prompts; 2 x {one['continuations']} continuations each, "
             f"{one['continuation_tokens']:,} tokens, {one['seconds']:.0f} s. The advantage is surely not 0 at "
             f"{truth['surely_not_0']}; its variance is {truth['variance'] or math.nan:.2g}; halves of the truth correlate "
