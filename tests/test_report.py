@@ -247,7 +247,7 @@ def test_samples_and_numbers_show_turns(tmp_path):
     page, text = parsed(write_report([folder])[0]), (folder / "report.html").read_text()
     assert [one.split() for one in texts_of(text, "beside")] == [
         ["state", "1-15/2", "reward", "hint", "0.25", "turn", "1"],
-        ["cut", "by", "the", "length", "limit", "reward", "1", "turn", "2"],
+        ["cut", "reward", "1", "turn", "2"],
     ]
     assert texts_of(text, "observed") == ["&lt;b&gt;"] and "∅" in text
     assert {"Turns of an episode", "Reward of an episode: hint", "Failures of the environment: errors"} <= set(

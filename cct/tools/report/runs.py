@@ -223,7 +223,7 @@ def _said(sample: dict[str, Any]) -> str:
     every = []
     for number_of, turn in enumerate(turns, 1):
         rewards = ", ".join(f"{name} {number(x)}".strip() for name, x in turn["rewards"].items())
-        facts = [] if turn["finished"] else ["cut by the length limit"]
+        facts = [] if turn["finished"] else ["cut"]
         facts += [] if turn["state"] is None else [f"state {turn['state']}"]
         facts += [*([f"reward {rewards}"] if rewards else []), f"turn {number_of}"]
         every.append(

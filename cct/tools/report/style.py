@@ -107,6 +107,7 @@ pre{
   font:.78rem/1.9rem system-ui,sans-serif;color:var(--soft)}
 .beside b{color:var(--ink);font-weight:600}
 .beside .mean{display:none;color:var(--ink);border-radius:2px;padding:0 .3em;line-height:1.5;align-self:center}
+td .turn{min-width:min(24rem,60vw)}
 .observed{margin:.3rem 0 .3rem 1.6rem;padding:.1rem .6rem;color:var(--soft);border-left:3px solid var(--rule)}
 .observed b{font:.75rem/1.5 system-ui,sans-serif;margin-right:.8em}
 .observed b.again{display:block}
