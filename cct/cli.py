@@ -270,7 +270,8 @@ def _fidelity(add: Add) -> None:
     _add_plugin(fidelity)
     fidelity.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the newest)")
     fidelity.add_argument("--batches", type=int, default=4, metavar="N", help="iterations of responses sampled (default: 4)")
-    fidelity.add_argument("--positions", type=int, default=512, metavar="N", help="tokens looked at (default: 512)")
+    fidelity.add_argument("--at", choices=("tokens", "turns"), default="tokens", help="what a position is (default: tokens)")
+    fidelity.add_argument("--positions", type=int, default=512, metavar="N", help="how many are looked at (default: 512)")
     fidelity.add_argument(
         "--below", type=float, default=0.95, metavar="P", help="of those sampled with a probability below P (default: 0.95)"
     )

@@ -215,9 +215,12 @@ def replay(arguments: argparse.Namespace) -> int:
     RunFolder(arguments.run).must_be_run()
     from cct.tools.replay import print_replay
 
-    return print_replay(
-        arguments.run, arguments.transport, arguments.plugin, save=arguments.save, trust=arguments.trust_plugins
-    )
+    print_replay(arguments.run, arguments.transport, arguments.plugin, trust=arguments.trust_plugins)
+    if arguments.save:
+        from cct.tools.tokens import save_tokens
+
+        say(f"wrote {save_tokens(arguments.run, arguments.transport, arguments.plugin, trust=arguments.trust_plugins)}")
+    return 0
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -233,7 +236,7 @@ def report(arguments: argparse.Namespace) -> int:
             raise RecipeError(f"{source}: --transport needs a run's stored rollouts, and there are none")
         written = tokens.stat().st_mtime if tokens.is_file() else 0.0
         if stored and (arguments.transport or written < max(path.stat().st_mtime for path in stored)):
-            from cct.tools.replay import save_tokens
+            from cct.tools.tokens import save_tokens
 
             save_tokens(source, arguments.transport, arguments.plugin, trust=arguments.trust_plugins)
     try:
@@ -266,7 +269,8 @@ def fidelity(arguments: argparse.Namespace) -> int:
         arguments.output,
         critics=arguments.critic,
         plugins=arguments.plugin,
-        at=arguments.iteration,
+        iteration=arguments.iteration,
+        at=arguments.at,
         batches=arguments.batches,
         positions=arguments.positions,
         below=arguments.below,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,17 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
 )
 
 
+def among(names: Iterable[str], written: Iterable[str]) -> list[str]:
+    """The metrics of these names; one with NAME stands for those that it covers among the written ones, in their order."""
+    there = list(dict.fromkeys(written))
+    return [one for name in names for one in (filter(Metric(name, "").covers, there) if "NAME" in name else (name,))]
+
+
+def is_count(name: str) -> bool:
+    """Whether it counts failures: an iteration without the metric had none."""
+    return name.startswith(("environment/", "evidence/"))
+
+
 def markdown() -> str:
     """The table of docs/runs.md."""
     rows = [(", ".join(f"`{name}`" for name in _names(each.names)), each.meaning, each.unit) for each in METRICS]
@@ -167,17 +179,19 @@ def markdown() -> str:
 TERMINAL = {  # label and format, while a run trains
     "train/tokens_per_second": ("tokens/s", ",.0f"),
     "train/reward": ("reward", ".3f"),
+    "episode/turns": ("turns", ".1f"),
     "left": ("time left", ""),  # known to the display alone
     "critic/explained_variance": ("explained variance", ".3f"),
     "eval/accuracy": ("held-out accuracy", ".3f"),
 }
 CLOSING = _names(  # the table at a run's end
     "eval/accuracy, train/reward, train/length, critic/explained_variance, gate/mean, policy/clip_fraction, "
-    "policy/approx_kl, train/tokens_per_second"
+    "policy/approx_kl, train/tokens_per_second, episode/turns, episode/reward/NAME, environment/NAME"
 )
 SUMMARY = _names(  # the table of a report
     "eval/accuracy, train/reward, critic/explained_variance, policy/approx_kl, policy/clip_fraction, gate/mean, "
-    "train/entropy, train/length, train/tokens_per_second, time/iteration"
+    "train/entropy, train/length, train/tokens_per_second, time/iteration, episode/turns, episode/rows, episode/observed, "
+    "episode/reward/NAME, environment/NAME"
 )
 CELLS = _names(  # columns of a study's cells.csv: small enough to commit, enough for every number of results.json
     "eval/accuracy, eval/reward, eval/length, train/reward, train/length, train/truncated, train/entropy, "
@@ -214,7 +228,20 @@ CURVES = {
     "train/length": Curve("Length of responses", "tokens", least_span=2.0),
     "train/truncated": Curve("Responses cut by the length limit", "share", least_span=0.01),
     "actor/gradient_norm": Curve("Gradient norm of the policy, before clipping", "norm"),
+    "episode/turns": Curve("Turns of an episode", "turns", least_span=1.0),
+    "episode/reward/NAME": Curve("Reward of an episode: NAME", "reward"),
+    "environment/NAME": Curve("Failures of the environment: NAME", "episodes", least_span=1.0),
 }
+
+
+def curves(written: Iterable[str]) -> dict[str, Curve]:
+    """The charts of a report, one for each written metric that NAME stands for."""
+    there, found = list(written), {}
+    for pattern, curve in CURVES.items():
+        for name in among([pattern], there):
+            part = name.removeprefix(pattern.partition("NAME")[0])
+            found[name] = replace(curve, caption=curve.caption.replace("NAME", part)) if "NAME" in pattern else curve
+    return found
 
 
 # What the cells of a study are compared by: its name in the terminal's tables, and in the report.

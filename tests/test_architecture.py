@@ -28,6 +28,7 @@ LAYERS = [
     ("training",),
     ("tools.explain", "tools.scaffold", "tools.catalogue", "tools.memory", "tools.profile"),
     ("tools.study", "tools.plan", "tools.conformance", "tools.replay", "tools.fidelity"),
+    ("tools.tokens",),
     ("tools.report",),
     ("api",),
     ("commands",),
@@ -40,7 +41,7 @@ ONLY = {"tools.report": {"system", "metrics", "registry", "rollout", "run_folder
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "textarena", "math_verify", "pebble"}
 FREE = {"agent", "training"}
-FREE |= {f"tools.{name}" for name in ("study", "report", "conformance", "replay", "fidelity", "memory", "profile")}
+FREE |= {f"tools.{name}" for name in ("study", "report", "conformance", "replay", "tokens", "fidelity", "memory", "profile")}
 TENSOR_FILES = {
     "tensors.py",
     "functional.py",

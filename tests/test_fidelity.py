@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from held import Held
 from scipy import stats
-from test_training import run, scattered, tiny
+from test_training import RECIPES, run, scattered, tiny
 
 from cct.agent.building import restore
 from cct.cli import main
-from cct.loading import dump_recipe
+from cct.environment.guess_number import HIGHER, LOWER, hidden_number, narrowed, value_of
+from cct.loading import dump_recipe, load_recipe
 from cct.policy.generation import Completion, Engine
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Prompt, Response
 from cct.run_folder import RunFolder
-from cct.tools.fidelity.measure import advantages_at, measure
+from cct.tools.fidelity.branching import advantages_at
+from cct.tools.fidelity.measure import measure
 from cct.tools.fidelity.scores import (
     Truth,
     bias,
@@ -109,7 +114,7 @@ def test_the_truth_of_a_known_process():
         Row(Prompt("", "111"), (1,), Response("", tokens, False), (0.0, 0.0, float(tokens == right)), True, 0)
         for tokens in (right, late, wrong)
     ]
-    places = [(0, 0), (0, 1), (0, 2), (1, 2), (2, 0), (2, 1)]
+    places = [(0, 0, 1), (0, 1, 1), (0, 2, 1), (1, 2, 1), (2, 0, 1), (2, 1, 1)]
     found, tokens = advantages_at(Sampler(recipe, None, Decoder(), Coins()), rows, places, 4000, 3)
     expected = [1 / 8, 1 / 4, 1 / 2, -1 / 2, -1 / 8, 0]
     assert [whole for whole, *_ in found] == pytest.approx(expected, abs=0.02)
@@ -333,7 +338,7 @@ def test_earlier_checkpoints_may_be_kept_to_look_back(tmp_path):
     folder = run(scattered(tmp_path, "rloo", *sets), tmp_path)
     assert [int(path.stem) for path in RunFolder(folder).checkpoints] == [2, 3, 4]
     knobs = {"batches": 1, "positions": 20, "continuations": 4}
-    earlier, last = measure(folder, at=2, **knobs), measure(folder, **knobs)
+    earlier, last = measure(folder, iteration=2, **knobs), measure(folder, **knobs)
     assert (earlier.iteration, last.iteration) == (2, 4)
     assert {place[0] for place in earlier.places} == {3} and {place[0] for place in last.places} == {5}
 
@@ -342,3 +347,100 @@ def test_a_transport_that_reads_values_needs_a_run_with_a_critic(tmp_path):
     folder = run(scattered(tmp_path, "rloo"), tmp_path)
     with pytest.raises(RecipeError, match="'gae' needs values, and nothing in this recipe provides it"):
         measure(folder, ["gae"])
+
+
+# --- turns of episodes ------------------------------------------------------------------------------
+class GuessingExpert(Engine):
+    """Plays as guess_number's expert; the seed decides."""
+
+    def __init__(self, game, tokenizer):
+        self.game, self.tokenizer, self.ends = game, tokenizer, [tokenizer.eos_token_id]
+
+    def generate(self, prompts, seeds, limits=None):
+        return [self._guess(self.tokenizer.decode(prompt), seed) for prompt, seed in zip(prompts, seeds, strict=True)]
+
+    def _guess(self, text, seed):
+        low, high = 1, self.game.numbers
+        for guess, hint in re.findall(r"(\d+)<end>([<>])", text):
+            low, high = narrowed(low, high, int(guess), hint)
+        chances = self.game.expert_policy(low, high, 1)
+        (guess,) = random.Random(seed).choices(list(chances), list(chances.values()))
+        return Completion((*self.tokenizer(str(guess), add_special_tokens=False)["input_ids"], *self.ends), True, (-0.7, 0.0))
+
+
+def knowing(game, hidden, low, high, turns):
+    """The expert's success probability where the hidden number is known, as it is to whoever branches: the seed is kept."""
+    if not turns:
+        return 0.0
+    chances = game.expert_policy(low, high, turns).items()
+    return sum(p * after(game, hidden, low, high, turns, guess) for guess, p in chances)
+
+
+def after(game, hidden, low, high, turns, guess):
+    hint = LOWER if hidden < guess else HIGHER
+    return 1.0 if guess == hidden else knowing(game, hidden, *narrowed(low, high, guess, hint), turns - 1)
+
+
+def guessing(numbers=7, turns=3):
+    """A sampler whose policy is the expert, and a judged episode for each hidden number."""
+    knobs = [f"environment={{use: guess_number, numbers: {numbers}, max_turns: {turns}, noise: 0.5}}", "policy.warm_start="]
+    recipe = load_recipe(RECIPES / "guess_number_grpo.yaml", knobs)
+    tokenizer = recipe.policy.tokenizer(alphabet=recipe.alphabet)
+    actor = SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace))
+    sampler = Sampler(recipe, actor, tokenizer, GuessingExpert(recipe.environment, tokenizer))
+    of = {hidden_number(Prompt("", meta={"seed": seed}), numbers): seed for seed in range(200)}
+    prompts = [Prompt("", meta={"seed": of[hidden]}) for hidden in range(1, numbers + 1)]
+    (evidence,) = recipe.evidence
+    played = sampler.respond(prompts, list(range(numbers)))
+    rows = [one.rows(evidence(one.prompt, one.response), True, n, n, 1)[0] for n, one in enumerate(played)]
+    return sampler, rows
+
+
+def test_advantages_of_turns_are_those_that_counting_gives():
+    sampler, rows = guessing()
+    game = sampler.recipe.environment
+    for low, high, turns in ((1, 7, 3), (5, 7, 2), (2, 3, 1)):
+        mean = np.mean([knowing(game, hidden, low, high, turns) for hidden in range(low, high + 1)])
+        assert mean == pytest.approx(value_of(game.expert_policy, low, high, turns))
+    places, exact = [], []
+    for number, row in enumerate(rows):
+        for k, turn in enumerate(row.response.turns):
+            low, high = map(int, turn.state.split("/")[0].split("-"))
+            state = game, number + 1, low, high, game.max_turns - k
+            places.append((number, row.turns.index(k), turn.tokens))
+            exact.append(after(*state, int(turn.text)) - knowing(*state))
+    found, _ = advantages_at(sampler, rows, places, 60, 5)
+    whole, half, other, p = np.array(found).T
+    error, expected = np.mean((whole - exact) ** 2), np.mean((half - other) ** 2) / 4  # the variance, by the halves
+    assert 0.4 * expected < error < 2.5 * expected and expected < 4e-3
+    assert np.abs(exact).max() > 0.3 and np.corrcoef(whole, exact)[0, 1] > 0.95
+    assert (p[np.abs(exact) < 1e-12] > 1e-4).all() and (p[np.abs(exact) > 0.3] < 0.01).all()
+
+
+def test_a_turn_that_is_continued_says_what_was_said_in_it():
+    sampler, rows = guessing()
+    row = next(row for row in rows if len(row.response.turns) > 1)
+    begin = row.response.turns[0].tokens
+    ((one, *_), (whole, *_)), _ = sampler.continue_from(
+        rows, [(row.episode, row.response.tokens[:begin]), (row.episode, ())], 4, 0
+    )
+    assert len(one.said) == 2 and one.said[-1] == sampler.tokenizer.eos_token_id and len(whole.said) == 2
+
+
+def test_a_run_is_measured_at_its_turns(tmp_path, capsys):
+    folder = run(tiny("guess_number_turn_gae"), tmp_path)
+    knobs = ["--batches", "1", "--positions", "8", "--continuations", "4", "--below", "1"]
+    assert main(["fidelity", str(folder), "--at", "turns", "--transport", "gae", *knobs]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    found = json.loads((folder / "fidelity.json").read_text())
+    assert found["at"] == "turns" and found["responses"] == 16 and found["trained_turns"] == found["undecided_turns"] >= 16
+    assert f"8 of the {found['undecided_turns']} turns" in printed and "in 16 episodes" in printed
+    assert main(["report", str(folder)]) == 0
+    assert f"8 of the {found['undecided_turns']} turns sampled" in (folder / "report.html").read_text()
+    tokens = measure(folder, batches=1, positions=4, continuations=4)
+    assert tokens.at == "tokens" and tokens.trained > found["trained_turns"]
+
+
+def test_turns_need_episodes(finished, capsys):
+    assert main(["fidelity", str(finished), "--at", "turns", *POSITIONS]) == 2
+    assert "--at turns needs episodes" in capsys.readouterr().err

@@ -5,10 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from conversations import conversations
 from test_training import run, tiny
 
 from cct import metrics
 from cct.run_folder import RunFolder
+from cct.training.run import closing_table
 
 ROOT = Path(__file__).parents[1]
 SHOWN = {*metrics.TERMINAL, *metrics.CLOSING, *metrics.SUMMARY, *metrics.CELLS, *metrics.EXPLAINED, *metrics.CURVES}
@@ -31,6 +33,7 @@ def test_a_placeholder_stands_for_the_name_of_a_part():
         ("remax", ["logging.statistics=[entropy]"]),
         ("grpo", ["geometry.kl_coef=0.1", "geometry.correction=truncate", "training.minibatch_size=16"]),
         ("grpo", ["geometry={use: clip_cov}", "geometry.kl_in_reward=0.1"]),
+        ("guess_number_grpo", []),
     ],
 )
 def test_every_metric_that_a_run_writes_is_explained(recipe, changes, tmp_path):
@@ -57,6 +60,23 @@ def test_every_metric_that_the_loop_names_is_explained():
 def test_what_is_shown_is_explained():
     assert {name for name in SHOWN if not explained(name)} == {"left"}  # of the terminal alone
     assert all(explained(f"time/{stage}") for stage in metrics.STAGES)
+
+
+def test_a_name_with_a_placeholder_stands_for_what_was_written():
+    written = ["episode/reward/win", "train/reward", "episode/reward/hint", "episode/reward/win"]
+    assert metrics.among(["train/reward", "train/x", "episode/reward/NAME"], written) == [
+        "train/reward", "train/x", "episode/reward/win", "episode/reward/hint"
+    ]  # fmt: skip
+    charts = metrics.curves(written)
+    assert charts["episode/reward/hint"].caption == "Reward of an episode: hint" and charts["train/reward"].unit == "reward"
+    assert "environment/errors" not in charts
+
+
+def test_the_closing_table_shows_episodes_and_failures(tmp_path):
+    table = closing_table(conversations(tmp_path / "run"), 1.0)
+    rows = dict(zip(table.columns[0]._cells, zip(*(column._cells for column in table.columns[1:]), strict=True), strict=True))
+    assert rows["episode/turns"] == ("2", "2", "2") and rows["episode/reward/hint"] == ("0.25", "0.25", "0.25")
+    assert rows["environment/errors"] == ("0", "3", "1.5")  # an iteration without failures counts
 
 
 def test_no_other_list_of_metrics_is_left():

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from dataclasses import fields
 
 import pytest
 import torch
 from conftest import make_mask, make_rollout
+from conversations import conversations
 from rich.console import Console
 from test_training import collected, run, tiny
 
 from cct.cli import main
 from cct.recipe import Logging, RecipeError
 from cct.run_folder import RunFolder
-from cct.tools.replay import Sums, compare
+from cct.tools.replay import Sums, compare, parts_of_episodes
+from cct.tools.tokens import save_tokens
 from cct.training.run import resume
 
 
@@ -171,3 +174,52 @@ def test_the_command_prints_a_table_and_takes_a_plugin(finished, tmp_path, capsy
     printed = capsys.readouterr().out
     assert "3 stored iterations (0 to 2)" in printed and "replay_mine" in printed and "80-100%" in printed
     assert main(["replay", str(tmp_path)]) == 2 and "not a run folder" in capsys.readouterr().err
+
+
+# --- episodes -------------------------------------------------------------------------------------
+def test_an_episode_counts_once_and_its_turns_are_the_parts(tmp_path, capsys):
+    folder = conversations(tmp_path / "run").path
+    iterations, sums = compare(folder, ["turn_return"])
+    own, other = sums.values()
+    # RLOO of 1.25 and 0: 1.25 at the four tokens of one episode, -1.25 at those of the other.
+    assert iterations == [1] and (own.responses, own.tokens, own.size) == (2, 8, 10)
+    assert own.parts.tolist() == [5, 5, 0, 0, 0]
+    # The return from turn 2 on less that of the other episode: 1 - 0, and 0 - 1.25.
+    assert other.parts.tolist() == [5, 4.5, 0, 0, 0] and own.correlation == pytest.approx(1)
+    assert main(["replay", str(folder), "--transport", "turn_return", "--save"]) == 0
+    printed = capsys.readouterr().out
+    assert "8 trainable tokens in 2 episodes" in " ".join(printed.split())
+    assert "turn 4" in printed and "0-20%" not in printed and "share of |A| in each turn" in " ".join(printed.split())
+    assert f"wrote {folder / 'tokens.json'}" in printed
+
+
+def test_long_episodes_are_looked_at_by_fifths_of_their_turns():
+    turns = torch.tensor([[0, 0, -1, 1, 2, 3], [0, 1, -1, -1, -1, -1], [-1] * 6])
+    assert parts_of_episodes(turns, 4)[0].tolist() == [0, 0, -1, 1, 2, 3]
+    by_fifths = parts_of_episodes(turns, 30)
+    assert by_fifths[0][turns[0] >= 0].tolist() == [0, 0, 1, 2, 3] and by_fifths[1, :2].tolist() == [0, 2]
+
+
+def test_tokens_of_an_episode_have_their_turns_and_forks(tmp_path):
+    path = save_tokens(conversations(tmp_path / "run").path, [])
+    high, low = json.loads(path.read_text())["responses"]
+    assert (high["prompt"], high["reward"], high["finished"]) == ("?", 1.25, True)
+    assert high["tokens"] == ["8", "<end>", "2", "<end>"] and high["turn"] == [0, 0, 1, 1] and all(high["trained"])
+    assert high["turns"] == [{"reward": 0.25, "rewards": {"hint": 0.25}}, {"reward": 1.0, "rewards": {"hint": 0.0}}]
+    assert high["forks"] == [{"token": 2, "read_again": 3, "text": ">"}]  # `?8` is as it was, the end of the turn is not
+    assert high["credit"]["rloo (the run's own)"]["advantage"] == [1.25] * 4
+    assert low["tokens"] == ["3", "<end>", "<", "4", "<end>"] and low["turn"] == [0, 0, -1, 1, 1] and low["forks"] == []
+    assert low["trained"] == [True, True, False, True, True] and low["finished"] is False
+    assert low["credit"]["rloo (the run's own)"]["advantage"] == [-1.25, -1.25, 0, -1.25, -1.25]
+
+
+def test_a_run_with_an_environment_is_replayed(tmp_path):
+    folder = run(tiny("guess_number_turn_gae"), tmp_path)
+    _, sums = compare(folder, ["gae", "grpo"])
+    assert all(one.responses == 48 and one.tokens > 48 for one in sums.values())  # one iteration of warm-up, and two
+    responses = json.loads(save_tokens(folder, ["gae"]).read_text())["responses"]
+    for one in responses:
+        assert len(one["turn"]) == len(one["tokens"]) == len(one["value"]) and max(one["turn"]) + 1 == len(one["turns"])
+        assert [turn >= 0 for turn in one["turn"]] == one["trained"]
+        assert sum(turn["reward"] for turn in one["turns"]) == pytest.approx(one["reward"])
+        assert one["credit"]["gae"]["delta"] is not None

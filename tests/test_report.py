@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
+from conversations import conversations
 from hypothesis import given
 from hypothesis import strategies as st
 from test_training import run, tiny
@@ -204,6 +205,56 @@ def test_metrics_that_are_no_numbers_break_the_line(finished, tmp_path):
     x, y = read_run(tmp_path).series("train/reward")
     assert x == [1, 2] and math.isnan(y[0]) and y[1] == 0.5
     assert read_lines(tmp_path / "none.jsonl") == []
+
+
+# --- episodes -------------------------------------------------------------------------------------
+def texts_of(page: str, kind: str) -> list[str]:
+    """Of each element of a class, its text."""
+    return [re.sub("<[^>]*>", " ", one) for one in re.findall(rf'<(?:p|div) class="{kind}">(.*?)</(?:p|div)>', page, re.DOTALL)]
+
+
+def test_an_episode_is_a_conversation(tmp_path):
+    folder = conversations(tmp_path / "run").path
+    assert main(["report", str(folder), "--transport", "turn_return"]) == 0
+    page, text = parsed(folder / "report.html"), (folder / "report.html").read_text()
+    assert "Credit by token and turn" in page.texts["h2"] and ", 2 turns, cut by a limit" in page.texts["h3"]
+    assert page.count("div", "pane") == 4 and page.count("div", "turn") == 8 + 2  # two of each pane, and those of the sample
+    titles = [a["title"] for t, a in page.tags if t == "span" and "t" in a.get("class", "").split()]
+    assert len(titles) == 2 * (4 + 4) and not any("not trained" in title for title in titles)  # what is observed is no token
+    assert " ".join(texts_of(text, "beside")[0].split()) == "mean A 1.25 reward 0.25 hint 0.25 turn 1"
+    fork, observed = texts_of(text, "text-of observed")[0], texts_of(text, "text-of observed")[2]
+    assert (
+        "history rewritten, 3 tokens read again" in fork and fork.endswith(" &gt;") and observed.split() == ["observed", "&lt;"]
+    )
+    mean = re.search(r'<span class="mean advantage" style="background:([^"]*)">mean A 1.25<', text)
+    token = re.search(r'<span class="t" style="--a:([^"]*)"', text)
+    assert mean[1] == token[1] == "rgb(var(--pos)/0.80)"  # a turn is coloured on the scale of its tokens
+
+
+def test_a_long_episode_is_cut_and_its_turns_are_counted_whole():
+    response = {
+        "prompt": "p", "tokens": ["a"] * 700, "trained": [True] * 700, "value": None, "turn": [0] * 10 + [1] * 690,
+        "turns": [{"reward": 0.0, "rewards": {}}] * 2, "forks": [],
+        "credit": {"x": {"advantage": [1.0] * 355 + [3.0] * 345, "gate": None, "delta": None}},
+    }  # fmt: skip
+    shown = token_view([("", [Pane("x", response, "x", "x")])], "by")
+    assert Page(shown).count("div", "turn") == 2 and shown.count('<span class="t"') == 600
+    assert "… 100 more tokens" in shown and ">mean A 2<" in shown
+
+
+def test_samples_and_numbers_show_turns(tmp_path):
+    folder = conversations(tmp_path / "run").path
+    page, text = parsed(write_report([folder])[0]), (folder / "report.html").read_text()
+    assert [one.split() for one in texts_of(text, "beside")] == [
+        ["state", "1-15/2", "reward", "hint", "0.25", "turn", "1"],
+        ["cut", "reward", "1", "turn", "2"],
+    ]
+    assert texts_of(text, "observed") == ["&lt;b&gt;"] and "∅" in text
+    assert {"Turns of an episode", "Reward of an episode: hint", "Failures of the environment: errors"} <= set(
+        page.texts["figcaption"]
+    )
+    table = (folder / "report.md").read_text()
+    assert "| episode/reward/hint | 0.25 |" in table and "| environment/errors | 0 | 3 | 0 | 3 | 1.5 |" in table
 
 
 # --- studies --------------------------------------------------------------------------------------

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cct.loading import read_transports
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Credit, Rollout
 from cct.run_folder import RunFolder
-from cct.system.files import write_text
 from cct.system.terminal import make_console
-from cct.transport import Transport, gated_gae
+from cct.transport import Transport
+from cct.transport.functional import join
 
-PARTS = 5  # of a response, for where the mass lies
-PROMPTS = 3  # of an iteration, in tokens.json
+PARTS = 5  # of a response or an episode, for where the mass lies
 WIDTH = 100  # of the table, where the terminal does not say
 
 
@@ -31,6 +27,7 @@ WIDTH = 100  # of the table, where the terminal does not say
 class Sums:
     """Over trainable tokens, of the run's own advantages x and another transport's y."""
 
+    responses: int = 0
     tokens: int = 0
     x: float = 0.0
     y: float = 0.0
@@ -41,15 +38,16 @@ class Sums:
     size: float = 0.0
     parts: Tensor = field(default_factory=lambda: torch.zeros(PARTS, dtype=torch.float64))
 
-    def add(self, own: Tensor, other: Tensor, mask: Tensor) -> None:
+    def add(self, own: Tensor, other: Tensor, mask: Tensor, part: Tensor | None = None) -> None:
+        """part: [B, T] in which of the PARTS each token is; by default a fifth of its row's."""
         x, y = own[mask].double(), other[mask].double()
+        self.responses += int(mask.any(1).sum())
         self.tokens += len(x)
         self.x, self.y = self.x + float(x.sum()), self.y + float(y.sum())
         self.xx, self.yy, self.xy = self.xx + float(x @ x), self.yy + float(y @ y), self.xy + float(x @ y)
         self.same_sign += int((x.sign() == y.sign()).sum())
         self.size += float(y.abs().sum())
-        rank, count = mask.long().cumsum(1) - 1, mask.sum(1, keepdim=True)
-        self.parts.index_add_(0, (rank * PARTS // count.clamp(min=1))[mask], y.abs())
+        self.parts.index_add_(0, (fifths(mask) if part is None else part)[mask], y.abs())
 
     @property
     def correlation(self) -> float | None:
@@ -60,6 +58,19 @@ class Sums:
         if min(spread) <= 1e-12 * max(self.xx, self.yy, 1e-300):
             return None
         return (self.xy - self.x * self.y / self.tokens) / (spread[0] * spread[1]) ** 0.5
+
+
+def fifths(mask: Tensor) -> Tensor:
+    """Of each masked token, in which fifth of its row's it is. mask: bool [B, T]; [B, T] int, 0 to 4."""
+    return (mask.long().cumsum(1) - 1) * PARTS // mask.sum(1, keepdim=True).clamp(min=1)
+
+
+def parts_of_episodes(turns: Tensor, most: int) -> Tensor:
+    """Of each token, its turn where an episode has at most five, else in which fifth of its episode's turns that is.
+
+    turns: [E, T] int, the number of the token's turn, negative where it is observed. most: turns that an episode may have.
+    """
+    return turns.clamp(max=most - 1) if most <= PARTS else turns * PARTS // (turns.amax(1, keepdim=True) + 1).clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,34 @@ class Replay:
         """Of a stored rollout, by transport. Raises RecipeError where it lacks what a transport reads."""
         return {name: _credit(part, name, rollout, self.recipe, iteration) for name, part in self.transports.items()}
 
+    @property
+    def turns(self) -> int:
+        """That an episode may have; 1 without an environment."""
+        return 1 if self.recipe.environment is None else self.recipe.environment.max_turns
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of the parts in which the mass is looked for."""
+        if 1 < self.turns <= PARTS:
+            return [f"turn {k + 1}" for k in range(self.turns)]
+        return [f"{100 * i // PARTS}-{100 * (i + 1) // PARTS}%" for i in range(PARTS)]
+
+    def compare(self) -> dict[str, Sums]:
+        """By transport, the run's own first, how its credit compares over all stored iterations; an episode counts once."""
+        sums = {name: Sums() for name in self.transports}
+        for number in self.folder.rollouts:
+            rollout = self.folder.rollout(number)
+            joined, split = join(rollout)
+            part = None if joined.turns is None or self.turns == 1 else parts_of_episodes(joined.turns, self.turns)
+            advantages = {
+                name: credit.advantages if split is None else split.join(credit.advantages)
+                for name, credit in self.credit(number, rollout).items()
+            }
+            own = next(iter(advantages.values()))
+            for name, other in advantages.items():
+                sums[name].add(own, other, joined.mask, part)
+        return sums
+
 
 def compare(
     folder: Path, written: Sequence[str], plugins: Sequence[str] = (), *, trust: bool = False
@@ -98,84 +137,7 @@ def compare(
     Raises RecipeError where the run has no rollouts, or where they lack what a transport reads.
     """
     replay = Replay.of(folder, written, plugins, trust=trust)
-    sums = {name: Sums() for name in replay.transports}
-    iterations = list(replay.folder.rollouts)
-    for number in iterations:
-        rollout = replay.folder.rollout(number)
-        credits = replay.credit(number, rollout)
-        own = next(iter(credits.values())).advantages
-        for name, credit in credits.items():
-            sums[name].add(own, credit.advantages, rollout.mask)
-    return iterations, sums
-
-
-def save_tokens(folder: Path, written: Sequence[str], plugins: Sequence[str] = (), *, trust: bool = False) -> Path:
-    """Write tokens.json into the run: some stored responses token by token, with what each transport made of them.
-
-    Of the first and of the last stored iteration after the warm-up, and of PROMPTS prompts each, one response that scored
-    highest and one that scored lowest. Raises RecipeError as `compare`.
-    """
-    replay = Replay.of(folder, written, plugins, trust=trust)
-    recipe = replay.recipe
-    tokenizer = recipe.policy.tokenizer(alphabet=recipe.alphabet)
-    stored = list(replay.folder.rollouts)
-    numbers = [number for number in stored if number > 0] or stored
-    responses = []
-    for number in dict.fromkeys((numbers[0], numbers[-1])):
-        rollout = replay.folder.rollout(number)
-        credits = replay.credit(number, rollout)
-        deltas = {name: _deltas(replay.transports[name], rollout, credit) for name, credit in credits.items()}
-        for row in _telling(rollout):
-            responses.append({"iteration": number} | _response(rollout, credits, deltas, row, tokenizer))
-    path = replay.folder.tokens_file
-    write_text(path, json.dumps({"recipe": recipe.name, "responses": responses}, ensure_ascii=False) + "\n")
-    return path
-
-
-def _telling(rollout: Rollout) -> list[int]:
-    """Rows to show: of each prompt, the highest and the lowest score; prompts where these differ come first."""
-    pairs = []
-    for group in rollout.groups[rollout.valid].unique().tolist():
-        rows = [row for row in range(len(rollout.groups)) if rollout.groups[row] == group and rollout.valid[row]]
-        scores = {row: float(rollout.scores[row]) for row in rows}
-        high, low = max(rows, key=lambda row: scores[row]), min(rows, key=lambda row: scores[row])
-        pairs.append((scores[low] - scores[high], group, [high] if scores[high] == scores[low] else [high, low]))
-    return [row for _, _, rows in sorted(pairs)[:PROMPTS] for row in rows]
-
-
-def _deltas(transport: Transport, rollout: Rollout, credit: Credit) -> Tensor | None:
-    """TD errors r + g V' - V under the transport's discount; None where it reads no values."""
-    if "values" not in transport.needs or rollout.values is None:
-        return None
-    discount = credit.gate if credit.gate is not None else getattr(transport, "gamma", 1.0)
-    return gated_gae(rollout.rewards, rollout.values, rollout.mask, gamma=discount, lam=0.0, bootstrap=rollout.bootstrap)[0]
-
-
-def _response(
-    rollout: Rollout, credits: dict[str, Credit], deltas: dict[str, Tensor | None], row: int, tokenizer: Tokenizer
-) -> dict[str, Any]:
-    """What tokens.json holds of one response."""
-    width = rollout.mask.shape[1]
-    prompt, length = rollout.input_ids[row, :-width], int(rollout.attention_mask[row, -width:].sum())
-    tokens = rollout.input_ids[row, -width:][:length].tolist()
-
-    def listed(x: Tensor | None) -> list[float | None] | None:
-        numbers = [] if x is None else [float(value) for value in x[row, :length]]
-        return None if x is None else [round(value, 6) if math.isfinite(value) else None for value in numbers]
-
-    return {
-        "group": int(rollout.groups[row]),
-        "prompt": tokenizer.decode(prompt[rollout.attention_mask[row, :-width].bool()], skip_special_tokens=True),
-        "tokens": [tokenizer.decode([token]) for token in tokens],
-        "trained": rollout.mask[row, :length].tolist(),
-        "reward": float(rollout.scores[row]),
-        "finished": not bool(rollout.truncated[row]),
-        "value": listed(rollout.values),
-        "credit": {
-            name: {"advantage": listed(credit.advantages), "gate": listed(credit.gate), "delta": listed(deltas[name])}
-            for name, credit in credits.items()
-        },
-    }
+    return list(replay.folder.rollouts), replay.compare()
 
 
 def _credit(transport: Transport, name: str, rollout: Rollout, recipe: Recipe, iteration: int) -> Credit:
@@ -202,35 +164,27 @@ def _credit(transport: Transport, name: str, rollout: Rollout, recipe: Recipe, i
     return credit
 
 
-def print_replay(
-    folder: Path, written: Sequence[str], plugins: Sequence[str] = (), *, save: bool = False, trust: bool = False
-) -> int:
-    """Print the table; write tokens.json, if asked. Returns 0."""
-    iterations, sums = compare(folder, written, plugins, trust=trust)
-    tokens = next(iter(sums.values())).tokens
+def print_replay(folder: Path, written: Sequence[str], plugins: Sequence[str] = (), *, trust: bool = False) -> None:
+    """Print the table."""
+    replay = Replay.of(folder, written, plugins, trust=trust)
+    iterations, sums = list(replay.folder.rollouts), replay.compare()
+    first = next(iter(sums.values()))
     span = f"{iterations[0]} to {iterations[-1]}" if len(iterations) > 1 else str(iterations[0])
-    table = Table(
-        title=f"{folder}: {len(iterations)} stored iterations ({span}), {tokens:,} trainable tokens", title_justify="left"
-    )
+    episodes = "" if replay.recipe.environment is None else f" in {first.responses:,} episodes"
+    title = f"{folder}: {len(iterations)} stored iterations ({span}), {first.tokens:,} trainable tokens{episodes}"
+    table = Table(title=title, title_justify="left")
     table.add_column("transport", overflow="fold")
-    for column in (
-        "correlation",
-        "same sign",
-        "mean |A|",
-        *(f"{100 * i // PARTS}-{100 * (i + 1) // PARTS}%" for i in range(PARTS)),
-    ):
+    for column in ("correlation", "same sign", "mean |A|", *replay.parts):
         table.add_column(column, justify="right", no_wrap=True)
     for name, found in sums.items():
         total, count = float(found.parts.sum()), max(1, found.tokens)
-        shares = [f"{float(part) / total:.2f}" if total else "-" for part in found.parts]
+        shares = [f"{float(part) / total:.2f}" if total else "-" for part in found.parts[: len(replay.parts)]]
         correlation = "-" if found.correlation is None else f"{found.correlation:.3f}"
         table.add_row(name, correlation, f"{found.same_sign / count:.3f}", f"{found.size / count:.4f}", *shares)
     terminal = make_console(WIDTH)
     terminal.print(table)
+    where = "a response" if replay.turns == 1 else "an episode's turns" if replay.turns > PARTS else ""
     terminal.print(
         "correlation and same sign with the run's own advantages, over trainable tokens; the last columns: share of |A| in "
-        "each fifth of a response",
+        f"each {f'fifth of {where}' if where else 'turn'}",
     )
-    if save:
-        terminal.print(f"wrote {save_tokens(folder, written, plugins, trust=trust)}")
-    return 0

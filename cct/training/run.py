@@ -22,7 +22,7 @@ from cct.agent.export import export, quiet, rehearse
 from cct.errors import of_recipe
 from cct.evidence import close_workers
 from cct.loading import dump_recipe
-from cct.metrics import CLOSING
+from cct.metrics import CLOSING, among, is_count
 from cct.recipe import Recipe, RecipeError
 from cct.run_folder import RunFolder
 from cct.system.files import LOCK, SUMS, WriteError, damage, remove, write_text, writing
@@ -245,8 +245,9 @@ def closing_table(run: RunFolder, seconds: float) -> Table:
     table = Table(title=f"{run}  ({int(seconds // 60)} min {int(seconds % 60)} s)", title_justify="left")
     for column in ("", "first", "last", "mean"):
         table.add_column(column, justify="left" if not column else "right")
-    for name in CLOSING:
-        values = [event[name] for event in events if name in event and (event["iteration"] > 0 or name.startswith("eval"))]
+    for name in among(CLOSING, (name for event in events for name in event)):
+        told = [event for event in events if name in event or (is_count(name) and "train/reward" in event)]
+        values = [event.get(name, 0.0) for event in told if event["iteration"] > 0 or name.startswith("eval")]
         if values:
             table.add_row(
                 name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -28,10 +29,16 @@ State = tuple[int, tuple[int, ...]]
 class Continuation:
     """A response continued from within, judged."""
 
-    first: int
-    """The token emitted first."""
+    said: tuple[int, ...]
+    """What was emitted first: of an episode the rest of the turn, else one token."""
     value: float
     """Return from there on."""
+
+
+def _first(response: Response, count: int) -> tuple[int, ...]:
+    """What follows the first `count` tokens: of an episode the rest of the turn, else one token."""
+    ends = accumulate(turn.tokens for turn in response.turns)
+    return response.tokens[count : next((end for end in ends if end > count), count + 1)]
 
 
 class Sampler:
@@ -179,7 +186,7 @@ class Sampler:
         sampled = self._continued([(of_key[key], prefix) for _, key, prefix in mine], seeds)
         rewards, keep, failures = self._judge(sampled, iteration)
         found = [
-            Continuation(one.response.tokens[len(prefix)], sum(reward[len(prefix) :]))
+            Continuation(_first(one.response, len(prefix)), sum(reward[len(prefix) :]))
             if kept and one.keep and len(one.response.tokens) > len(prefix)
             else None
             for (_, _, prefix), one, reward, kept in zip(mine, sampled, rewards, keep, strict=True)

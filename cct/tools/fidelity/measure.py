@@ -7,7 +7,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,12 +26,15 @@ from cct.run_folder import RunFolder
 from cct.training.credit import Estimator, random_order
 from cct.training.metrics import rollout_metrics
 from cct.training.rows import Row
-from cct.training.sampler import Sampler, State
+from cct.training.sampler import Sampler
 
-from .scores import Array, Truth, branched_advantage
+from .branching import advantages_at
+from .scores import Array, Truth
 from .variants import variants_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+At = Literal["tokens", "turns"]  # what the action is whose advantage is looked at
+Place = tuple[int, int, int, int]  # batch, row, first token of an action in the row, and its number of tokens
 DIGITS = 6  # after the point: what differs by less is equal, and shares its rank
 
 
@@ -51,14 +56,16 @@ class Measured:
     """Which of them each transport read."""
     explained: dict[str, float]
     """How much of the Monte-Carlo return's variance the values did that it read; NaN where it read none."""
+    at: At
+    """Whether a position is a token or a whole turn."""
     places: list[tuple[int, int, int]]
-    """Iteration, row and token of each position."""
+    """Iteration, row and first token of each position."""
     responses: int
-    """That were sampled."""
-    trained_tokens: int
-    """Of these responses."""
+    """That were sampled; episodes, where there is an environment."""
+    trained: int
+    """Tokens of these responses that are trained on, or turns."""
     undecided: int
-    """Of these tokens, sampled with a probability below `below`; positions were drawn among them."""
+    """Of these, sampled with a probability below `below`; positions were drawn among them."""
     below: float
     continuations: int
     tokens: int
@@ -72,7 +79,8 @@ def measure(
     *,
     critics: Sequence[str] = (),
     plugins: Sequence[str] = (),
-    at: int | None = None,
+    iteration: int | None = None,
+    at: At = "tokens",
     batches: int = 4,
     positions: int = 512,
     below: float = 0.95,
@@ -81,28 +89,33 @@ def measure(
     trust: bool = False,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> Measured:
-    """Branch from rollouts of a run's checkpoint (`at` an iteration; default: the newest), or of a recipe's starting policy.
+    """Branch from rollouts of a run's checkpoint (after `iteration`; default: the newest), or of a recipe's starting policy.
 
     The rollouts are the iterations that the run would have gone on with, `batches` of them: new prompts, as many responses as
     it is used to, whitening and group baselines over as many. written: transports beside the run's own, as YAML. critics: as
     YAML, around what the run's critic learnt; every transport that reads values is computed under each. A run without a critic
     has none of them.
     positions: tokens looked at, drawn from the trainable ones that were sampled with a probability below `below`; a surer token
-    decides little, its advantage is at most 1 - below of the range of rewards. continuations: from before each of them and
-    from after it, half of them for each half of the truth. seed: of prompts and sampling, in place of the recipe's.
+    decides little, its advantage is at most 1 - below of the range of rewards. at: with "turns" each position is a whole turn
+    of an episode, its probability that of all its tokens, and its credit their mean. continuations: from before each of them
+    and from after it, half of them for each half of the truth; episodes are continued by playing the environment's seed and
+    the actions up to there again. seed: of prompts and sampling, in place of the recipe's.
     trust: run plug-ins of a run's recipe without a recorded SHA-256.
 
     Raises RecipeError where a transport cannot be computed here, TrainingStopped where evidence fails.
     """
     started = time.perf_counter()
-    recipe, agent, tokenizer, moments, iteration = _opened(source, at, trust)
+    recipe, agent, tokenizer, moments, reached = _opened(source, iteration, trust)
+    if at == "turns" and recipe.environment is None:
+        raise RecipeError(f"{source}: --at turns needs episodes, and the recipe has no environment; --at tokens does not")
     variants = variants_of(source, recipe, written, critics, plugins, seed)
     agent.to(DEVICE)
-    base, first = Sampler(next(iter(variants.values())), agent.actor, tokenizer), iteration + 1
+    base, first = Sampler(next(iter(variants.values())), agent.actor, tokenizer), reached + 1
     try:
         sampled = _sample(base, variants, agent, moments, range(first, first + batches), on_stage)
         where = derive_seed(base.recipe.seed, "fidelity positions")
-        drawn, undecided = _positions(source, sampled, positions, below, where)
+        every = sampled.actions(at)
+        drawn, undecided = _positions(source, sampled, every, at, positions, below, where)
         on_stage(f"continuing responses at {len(drawn)} positions")
         truth, tokens = _truth(base, sampled.rows, drawn, first, continuations)
     finally:
@@ -112,14 +125,15 @@ def measure(
         str(source),
         recipe.name,
         recipe.critic.use if recipe.critic else None,
-        iteration,
+        reached,
         truth,
         sampled.credit_at(drawn),
         {name: variant.critic.use if variant.critic else None for name, variant in variants.items()},
         {name: sum(values) / len(values) for name, values in sampled.explained.items()},
-        [(first + b, row, t) for b, row, t in drawn],
-        sum(map(len, sampled.rows)),
-        sum(int(mask.sum()) for mask in sampled.masks),
+        at,
+        [(first + b, row, t) for b, row, t, _ in drawn],
+        sampled.responses,
+        len(every),
         undecided,
         below,
         continuations,
@@ -137,10 +151,26 @@ class _Sampled:
     credit: dict[str, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     explained: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def credit_at(self, places: Sequence[tuple[int, int, int]]) -> dict[str, Array]:
-        """[N] by variant."""
+    @property
+    def responses(self) -> int:
+        """An episode of several rows is one."""
+        return sum(row.order == 0 for rows in self.rows for row in rows)
+
+    def actions(self, at: At) -> list[Place]:
+        """All that are trained on."""
+        found = []
+        for b, (rows, mask) in enumerate(zip(self.rows, self.masks, strict=True)):
+            for number, (row, trained) in enumerate(zip(rows, mask, strict=True)):
+                places = trained.nonzero().flatten().tolist()
+                of_turn = [list(one) for _, one in groupby(places, key=row.turns.__getitem__)]
+                actions = [[place] for place in places] if at == "tokens" else of_turn
+                found += [(b, number, action[0], len(action)) for action in actions]
+        return found
+
+    def credit_at(self, places: Sequence[Place]) -> dict[str, Array]:
+        """[N] by variant: the mean over the tokens of each place."""
         return {
-            name: np.array([float(parts[b][row, t]) for b, row, t in places]).round(DIGITS)
+            name: np.array([float(parts[b][row, t : t + n].mean()) for b, row, t, n in places]).round(DIGITS)
             for name, parts in self.credit.items()
         }
 
@@ -172,19 +202,19 @@ def _sample(
 
 
 def _truth(
-    base: Sampler, rows: Sequence[Sequence[Row]], drawn: Sequence[tuple[int, int, int]], first: int, continuations: int
+    base: Sampler, rows: Sequence[Sequence[Row]], drawn: Sequence[Place], first: int, continuations: int
 ) -> tuple[Truth, int]:
     """The true advantage at the positions that were drawn, and the tokens sampled for it. first: the iteration of batch 0."""
     found, tokens = [], 0
     for batch, of_batch in enumerate(rows):
-        places = [(row, t) for b, row, t in drawn if b == batch]
+        places = [(row, t, n) for b, row, t, n in drawn if b == batch]
         some, cost = advantages_at(
             base, of_batch, places, continuations, derive_seed(base.recipe.seed, "fidelity", first + batch)
         )
         found += some
         tokens += cost
     advantage, half, other, p = np.array(found).round(DIGITS).T
-    groups = [(b, rows[b][row].group) for b, row, _ in drawn]
+    groups = [(b, rows[b][row].group) for b, row, _, _ in drawn]
     numbers = {group: number for number, group in enumerate(sorted(set(groups)))}
     return Truth(advantage, (half, other), p, np.array([numbers[group] for group in groups])), tokens
 
@@ -207,69 +237,37 @@ def _estimate(
 Opened = tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]  # as `restore` returns it
 
 
-def _opened(source: Path, at: int | None, trust: bool) -> Opened:
+def _opened(source: Path, iteration: int | None, trust: bool) -> Opened:
     """A run as it was after an iteration, or a recipe before its first update."""
     if RunFolder(source).recipe_file.is_file():
-        return restore(source, at, trust=trust)
-    if at is not None:
-        raise RecipeError(f"{source}: a recipe has no checkpoints, so there is none of iteration {at}; name a run folder")
+        return restore(source, iteration, trust=trust)
+    if iteration is not None:
+        raise RecipeError(
+            f"{source}: a recipe has no checkpoints, so there is none of iteration {iteration}; name a run folder"
+        )
     recipe = load_recipe(source)
     agent, tokenizer, _ = build(recipe)
     return recipe, agent, tokenizer, {}, 0
 
 
-def _logprob(row: Row, place: int) -> float:
-    return row.response.logprobs[row.number(place)]
+def _logprob(row: Row, place: int, count: int) -> float:
+    first = row.number(place)
+    return sum(row.response.logprobs[first : first + count])
 
 
-def _positions(source: Path, sampled: _Sampled, count: int, below: float, seed: int) -> tuple[list[tuple[int, int, int]], int]:
-    """(batch, row, token) of so many of the tokens sampled with a probability below `below`, in order; and of how many.
+def _positions(
+    source: Path, sampled: _Sampled, every: Sequence[Place], at: At, count: int, below: float, seed: int
+) -> tuple[list[Place], int]:
+    """So many of the actions that were sampled with a probability below `below`, in order; and of how many.
 
     Drawn without replacement. Raises RecipeError where there are fewer than two.
     """
     least = math.log(below) if below < 1 else math.inf
-    every = [
-        (b, row, t)
-        for b, mask in enumerate(sampled.masks)
-        for row, t in mask.nonzero().tolist()
-        if _logprob(sampled.rows[b][row], t) < least
-    ]
-    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))[:count]
+    unsure = [(b, row, t, n) for b, row, t, n in every if _logprob(sampled.rows[b][row], t, n) < least]
+    order = torch.randperm(len(unsure), generator=torch.Generator().manual_seed(seed))[:count]
     if len(order) < 2:
         raise RecipeError(
-            f"{source}: of {sum(map(len, sampled.rows))} responses {len(order)} tokens were sampled with a probability below "
-            f"{below:g}, so nothing was decided in them; --below 1 looks at all tokens"
+            f"{source}: of {sampled.responses} responses {len(order)} {at} were sampled with a probability below "
+            f"{below:g}, so nothing was decided in them; --below 1 looks at all {at}"
         )
-    return [every[index] for index in sorted(order.tolist())], len(every)
-
-
-def advantages_at(
-    sampler: Sampler, rows: Sequence[Row], places: Sequence[tuple[int, int]], each: int, seed: int
-) -> tuple[list[tuple[float, float, float, float]], int]:
-    """Q(s, a) - V(s) at (row, token) of each place: the estimate, those of its two halves, and the p-value of 0.
-
-    each: continuations from before and from after every token. Returns as well the tokens that were sampled. Raises RecipeError
-    where fewer than four continuations of a state could be judged.
-    """
-
-    def state(row: Row, t: int) -> State:
-        return sampler.key(row), row.response.tokens[:t]
-
-    here = [(rows[number], rows[number].number(t)) for number, t in places]
-    ends = [t + 1 == len(row.response.tokens) for row, t in here]  # nothing follows: what the token is worth is known
-    wanted = [state(row, t + k) for (row, t), ended in zip(here, ends, strict=True) for k in ((0,) if ended else (0, 1))]
-    states = list(dict.fromkeys(wanted))
-    continued, cost = sampler.continue_from(rows, states, each, seed)
-    of_state = dict(zip(states, continued, strict=True))
-    if (fewest := min(map(len, continued), default=each)) < 4:
-        raise RecipeError(f"{fewest} of {each} continuations of a state could be judged, and at least 4 are needed")
-    found = []
-    for (row, t), ended in zip(here, ends, strict=True):
-        reward = row.rewards[t]
-        after = [reward] * each if ended else [reward + one.value for one in of_state[state(row, t + 1)]]
-        before = of_state[state(row, t)]
-        returns, chose = [one.value for one in before], [one.first == row.response.tokens[t] for one in before]
-        whole, p = branched_advantage(after, returns, chose)
-        half, other = (branched_advantage(after[k::2], returns[k::2], chose[k::2])[0] for k in (0, 1))
-        found.append((whole, half, other, p))
-    return found, int(cost["branch/tokens"])
+    return [unsure[index] for index in sorted(order.tolist())], len(unsure)

@@ -42,10 +42,11 @@ def summary(measured: Measured) -> dict[str, Any]:
             "recipe": measured.recipe,
             "critic": measured.critic,
             "iteration": measured.iteration,
+            "at": measured.at,
             "positions": len(own),
             "responses": measured.responses,
-            "trained_tokens": measured.trained_tokens,
-            "undecided_tokens": measured.undecided,
+            f"trained_{measured.at}": measured.trained,
+            f"undecided_{measured.at}": measured.undecided,
             "below": measured.below,
             "prompts": len(np.unique(truth.cluster)),
             "continuations": measured.continuations,
@@ -85,16 +86,17 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
     terminal.print(table(found))
     terminal.print(
         "Explained variance: of the Monte-Carlo return, by the values that the transport read. The others: credit against "
-        "Q(s, a) - V(s) by continuing responses before and after a token. Rank correlation: Spearman's; "
+        f"Q(s, a) - V(s) by continuing responses before and after a {found[0]['at'][:-1]}. Rank correlation: Spearman's; "
         "exact knowledge of the advantage would reach the ceiling. Same sign: where the advantage is surely not 0. Bias, "
         "variance: of credit / scale around the advantage, in units of reward and its square; the scale makes credit the "
         f"advantage plus a constant and noise. [{LEVEL:.0%} intervals, bootstrap over prompts]",
     )
     for one in found:
-        truth = one["truth"]
+        truth, at = one["truth"], one["at"]
+        responses = "episodes" if at == "turns" else "responses"
         terminal.print(
-            f"{one['source']}, iteration {one['iteration']}: {one['positions']} of the {one['undecided_tokens']:,} tokens (of "
-            f"{one['trained_tokens']:,} in {one['responses']:,} responses) that were sampled with a probability below "
+            f"{one['source']}, iteration {one['iteration']}: {one['positions']} of the {one[f'undecided_{at}']:,} {at} (of "
+            f"{one[f'trained_{at}']:,} in {one['responses']:,} {responses}) that were sampled with a probability below "
             f"{one['below']:g}, in responses to {one['prompts']} prompts; 2 x {one['continuations']} continuations each, "
             f"{one['continuation_tokens']:,} tokens, {one['seconds']:.0f} s. The advantage is surely not 0 at "
             f"{truth['surely_not_0']}; its variance is {truth['variance'] or math.nan:.2g}; halves of the truth correlate "

@@ -33,11 +33,11 @@ def fidelity_section(found: Sequence[tuple[str, dict[str, Any]]], *, named: bool
             explained = scores.get("explained_variance")
             read = [scores["critic"] or "none", "\N{EN DASH}" if explained is None else number(explained)]
             rows.append([name, transport, *read, *(_shown(scores[score]) for score in SCORES)])
-        truth = one["truth"]
+        truth, at = one["truth"], one.get("at", "tokens")
         rows.append([name, "exact knowledge", "", "", _shown(truth["ceiling"]), "", "", "", ""])
         intervals.append(_interval(f"{name}: ceiling" if named else "ceiling", truth["ceiling"]))
         notes.append(
-            f"{name}: after iteration {one['iteration']}, {one['positions']} of the {one['undecided_tokens']:,} tokens sampled "
+            f"{name}: after iteration {one['iteration']}, {one['positions']} of the {one[f'undecided_{at}']:,} {at} sampled "
             f"with a probability below {one['below']:g}, in responses to {one['prompts']} prompts; {one['continuations']} "
             f"continuations before and after each. The advantage is surely not 0 (p below {truth['p_below']:g}) at "
             f"{truth['surely_not_0']} of them; halves of the truth correlate {_shown(truth['split_half'])}."

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cct.metrics import is_count
 from cct.run_folder import BrokenLine, RunFolder
 from cct.system.plain_yaml import Unreadable, load, read_file
 
@@ -35,8 +36,14 @@ class Run:
 
     def series(self, metric: str, *, warm_up: bool = True) -> tuple[list[float], list[float]]:
         """Iterations and values of a metric, where it was written. warm_up: those of the critic's warm-up as well."""
-        told = [e for e in self.events if metric in e and (warm_up or e["iteration"] > 0 or metric.startswith("eval/"))]
-        return [float(e["iteration"]) for e in told], [_number(e[metric]) for e in told]
+        there = [e for e in self.events if metric in e or (is_count(metric) and "train/reward" in e)]
+        told = [e for e in there if warm_up or e["iteration"] > 0 or metric.startswith("eval/")]
+        return [float(e["iteration"]) for e in told], [_number(e.get(metric, 0)) for e in told]
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of the metrics that were written, in the order in which they first were."""
+        return list(dict.fromkeys(name for event in self.events for name in event))
 
     @property
     def parts(self) -> dict[str, str]:

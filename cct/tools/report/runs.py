@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from cct.metrics import CURVES, STAGES, SUMMARY, Curve
+from cct.metrics import STAGES, SUMMARY, Curve, among, curves, is_count
 
 from .fidelity import fidelity_section
 from .page import Report, Section, Table, facts
@@ -27,7 +27,8 @@ def runs_report(folders: Sequence[Path]) -> Report:
     sections = [Section("Learning curves", _curves(runs, names)), Section("Numbers", _legend() + numbers.html())]
     tables = {"Numbers": numbers}
     if view := _tokens(runs, names):
-        sections.append(Section("Credit by token", view))
+        turns = any("turn" in response for run in runs for response in run.tokens)
+        sections.append(Section("Credit by token and turn" if turns else "Credit by token", view))
     if found := [(name, run.fidelity) for name, run in zip(names, runs, strict=True) if run.fidelity is not None]:
         section, tables["Fidelity of credit"] = fidelity_section(found, named=len(runs) > 1)
         sections.append(section)
@@ -46,10 +47,11 @@ def runs_report(folders: Sequence[Path]) -> Report:
 def summary(runs: Sequence[Run], names: Sequence[str]) -> Table:
     """First, last, least, greatest and mean of the metrics that matter, as they stand in metrics.jsonl, warm-up left out."""
     rows = []
-    for metric in SUMMARY:
+    written = [name for run in runs for name in run.metrics]
+    for metric in among(SUMMARY, written):
         for name, run in zip(names, runs, strict=True):
             values = [y for y in run.series(metric, warm_up=False)[1] if math.isfinite(y)]
-            if values:
+            if values and (metric in run.metrics or not is_count(metric)):
                 told = (values[0], values[-1], min(values), max(values), sum(values) / len(values))
                 label = (metric, name) if len(runs) > 1 else (metric,)
                 rows.append([*label, *map(precise, told)])
@@ -107,7 +109,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> str:
     iterations = [float(event["iteration"]) for run in runs for event in run.events]
     span = min(iterations), max(iterations)  # of every chart, so that they can be compared
     charts = []
-    for metric, curve in CURVES.items():
+    for metric, curve in curves(name for run in runs for name in run.metrics).items():
         series = []
         for colour, (name, run) in enumerate(zip(names, runs, strict=True)):
             x, y = run.series(metric)
@@ -166,11 +168,18 @@ def _tokens(runs: Sequence[Run], names: Sequence[str]) -> str:
         "highest and one that scored lowest. Blue is positive, orange negative, green large; point at a token for its "
         "numbers.</p>"
     )
+    if any("turn" in response for _, run in shown for response in run.tokens):
+        intro += (
+            '<p class="note">An episode is one conversation. Boxes are the policy\'s turns, each with the mean over its tokens '
+            "and the turn's reward; what stands in grey between them the policy only read.</p>"
+        )
     return intro + token_view(blocks, "by")
 
 
 def _heading(response: dict) -> str:
-    how = "" if response["finished"] else ", cut by the length limit"
+    turns = len(response.get("turns", ()))
+    how = f", {turns} turn{'s' * (turns != 1)}" if turns else ""
+    how += "" if response["finished"] else ", cut by a limit" if turns else ", cut by the length limit"
     return f"<b>iteration {response['iteration']}</b>, reward <b>{number(response['reward'])}</b>{how}"
 
 
@@ -183,7 +192,7 @@ def _samples(run: Run, name: str, named: bool) -> str:
     tables = []
     for title, some, is_open in (("last", chosen, True), ("first", earlier, False)):
         rows = "".join(
-            f'<tr><td class="text">{escape(s["prompt"])}</td><td class="text">{escape(s["response"])}</td>'
+            f'<tr><td class="text">{escape(s["prompt"])}</td><td class="text">{_said(s)}</td>'
             f'<td class="n">{number(s["reward"])}</td><td class="n">{number(s["advantage"])}</td>'
             f"<td>{'yes' if s['finished'] else 'no'}</td></tr>"
             for s in some
@@ -204,3 +213,23 @@ def _samples(run: Run, name: str, named: bool) -> str:
             f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></details>'
         )
     return "".join(tables if len(numbers) > 1 else tables[:1])
+
+
+def _said(sample: dict[str, Any]) -> str:
+    """The response, or the turns of an episode with what was observed between them."""
+    turns = sample.get("turns")
+    if not turns:
+        return escape(sample["response"])
+    every = []
+    for number_of, turn in enumerate(turns, 1):
+        rewards = ", ".join(f"{name} {number(x)}".strip() for name, x in turn["rewards"].items())
+        facts = [] if turn["finished"] else ["cut"]
+        facts += [] if turn["state"] is None else [f"state {turn['state']}"]
+        facts += [*([f"reward {rewards}"] if rewards else []), f"turn {number_of}"]
+        every.append(
+            f'<div class="turn"><div class="beside">{"".join(f"<span>{escape(fact)}</span>" for fact in facts)}</div>'
+            f"{escape(turn['text']) or '∅'}</div>"
+        )
+        if turn["observation"]:
+            every.append(f'<div class="observed">{escape(turn["observation"])}</div>')
+    return "".join(every)

@@ -99,6 +99,18 @@ pre{
 .t{padding:.16em .05em;border-radius:2px}
 .t.m{opacity:.45;text-decoration:underline dotted}
 .prompt{color:var(--soft)}
+.turn{
+  overflow:hidden;margin:.3rem 0;padding:.2rem .6rem;background:var(--ground);border:1px solid var(--rule);
+  border-left:3px solid var(--ink);border-radius:4px}
+.beside{
+  float:right;display:flex;flex-wrap:wrap;justify-content:flex-end;gap:0 .7rem;max-width:70%;margin-left:1rem;
+  font:.78rem/1.9rem system-ui,sans-serif;color:var(--soft)}
+.beside b{color:var(--ink);font-weight:600}
+.beside .mean{display:none;color:var(--ink);border-radius:2px;padding:0 .3em;line-height:1.5;align-self:center}
+td .turn{min-width:min(24rem,60vw)}
+.observed{margin:.3rem 0 .3rem 1.6rem;padding:.1rem .6rem;color:var(--soft);border-left:3px solid var(--rule)}
+.observed b{font:.75rem/1.5 system-ui,sans-serif;margin-right:.8em}
+.observed b.again{display:block}
 .scale{display:none;font-size:.78rem;color:var(--soft);align-items:center;gap:.45rem;margin-bottom:.2rem}
 .scale i{display:inline-block;width:5.5rem;height:.6rem;border-radius:2px;border:1px solid var(--rule)}
 .diverging{background:linear-gradient(90deg,rgb(var(--neg)/.8),transparent,rgb(var(--pos)/.8))}

@@ -33,8 +33,12 @@ class Pane:
     scale: str
     """Whose numbers are of one kind: a transport in an iteration, where they may have been whitened together."""
 
+    def values(self, name: str) -> list[float | None] | None:
+        return self.response["value"] if name == "value" else self.response["credit"][self.transport][name]
+
     def quantity(self, name: str) -> list[float | None] | None:
-        found = self.response["value"] if name == "value" else self.response["credit"][self.transport][name]
+        """Of the tokens that are shown."""
+        found = self.values(name)
         return found if found is None else found[:MOST_TOKENS]
 
 
@@ -56,6 +60,7 @@ def token_view(blocks: Sequence[tuple[str, Sequence[Pane]]], name: str) -> str:
     )
     rules = "".join(
         f"#{name}-{q}:checked~.view .t{{background:var(--{q[0]})}}#{name}-{q}:checked~.view .scale.{q}{{display:flex}}"
+        f"#{name}-{q}:checked~.view .mean.{q}{{display:block}}"
         for q in there
     )
     shown = "".join(
@@ -106,9 +111,49 @@ def _pane(pane: Pane, scales: dict[str, tuple[float, float]]) -> str:
         spans.append(f'<span class="t{"" if trained else " m"}" style="{style}" title="{title}">{shown}</span>')
     more = f' <span class="prompt">… {len(tokens) - MOST_TOKENS} more tokens</span>' if len(tokens) > MOST_TOKENS else ""
     prompt = f'<span class="prompt">{escape(pane.response["prompt"])}</span>'
-    return (
-        f'<div class="pane"><h4>{escape(pane.heading)}</h4>{legend}<p class="text-of">{prompt}{"".join(spans)}{more}</p></div>'
-    )
+    if "turn" in pane.response:
+        text = f'<p class="text-of">{prompt}</p>{_conversation(pane, spans, scales)}<p class="text-of">{more}</p>'
+    else:
+        text = f'<p class="text-of">{prompt}{"".join(spans)}{more}</p>'
+    return f'<div class="pane"><h4>{escape(pane.heading)}</h4>{legend}{text}</div>'
+
+
+def _conversation(pane: Pane, spans: Sequence[str], scales: dict[str, tuple[float, float]]) -> str:
+    """The policy's turns as blocks, what it observed between them, and where what it had read was rewritten."""
+    response, found, begin = pane.response, [], 0
+    turns, forks = response["turn"], {fork["token"]: fork for fork in response["forks"]}
+    for end in range(1, len(spans) + 1):
+        if end < len(spans) and turns[end] == turns[begin] and end not in forks:
+            continue
+        if begin in forks:
+            again = f"history rewritten, {forks[begin]['read_again']:,} tokens read again; from where it differs:"
+            found.append(f'<p class="text-of observed"><b class="again">{again}</b>{escape(forks[begin]["text"])}</p>')
+        if turns[begin] < 0:
+            read = escape("".join(response["tokens"][begin:end]).replace("\n", "⏎\n"))
+            found.append(f'<p class="text-of observed"><b>observed</b>{read}</p>')
+        else:
+            said, beside = "".join(spans[begin:end]), _beside(pane, turns[begin], scales)
+            found.append(f'<div class="turn"><div class="beside">{beside}</div><p class="text-of">{said}</p></div>')
+        begin = end
+    return "".join(found)
+
+
+def _beside(pane: Pane, turn: int, scales: dict[str, tuple[float, float]]) -> str:
+    """What stands beside a turn: its number, the mean of each quantity over its trainable tokens, and its reward."""
+    response = pane.response
+    places = [t for t, of in enumerate(response["turn"]) if of == turn and response["trained"][t]]
+    means = []
+    for q, scale in scales.items():
+        values = pane.values(q)
+        there = [] if values is None else [x for t in places if (x := values[t]) is not None]
+        if there:
+            mean = sum(there) / len(there)
+            colour = f"background:{_colour(q, mean, scale)}"
+            means.append(f'<span class="mean {q}" style="{colour}">mean {SYMBOLS[q]} {number(mean)}</span>')
+    given = response["turns"][turn]
+    facts = [f"reward {number(given['reward'])}", *(f"{escape(name)} {number(x)}" for name, x in given["rewards"].items())]
+    facts += [] if places else ["not trained on"]
+    return "".join(means) + "".join(f"<span>{fact}</span>" for fact in facts) + f"<b>turn {turn + 1}</b>"
 
 
 def _colour(quantity: str, x: float, scale: tuple[float, float]) -> str:
