@@ -343,7 +343,7 @@ def test_an_unknown_key_hides_no_other_problem(tmp_path):
             "transport: {use: high_entropy, of: {use: grpo_pass_at_k, k: 8}}\ncritic:\n"
             "training: {responses_per_prompt: 8, minibatch_size: 8}",
             "r.yaml, line 2",
-            ["transport.of: 'grpo_pass_at_k' tells responses to one prompt apart from 9", "responses_per_prompt is 8"],
+            ["transport.of: 'grpo_pass_at_k' needs at least 9 responses per prompt", "responses_per_prompt is 8"],
         ),
         (
             "task: {use: jsonl, path: a.jsonl, held_out_path: b.jsonl}\npolicy: {warm_start: {steps: 5}}",
