@@ -255,7 +255,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         ("seed: -1", "seed", ["greater than or equal to 0", "found -1"]),
         ("training: {learning_rate: 0}", "training.learning_rate", ["greater than 0", "found 0", "AdamW, actor"]),
         ("training: {learning_rate: .nan}", "training.learning_rate", ["found nan"]),
-        ("generation: {temperature: 0.0}", "generation.temperature", ["greater than 0", "Of sampling"]),
+        ("generation: {temperature: 0.0}", "generation.temperature", ["greater than 0", "Sampling temperature"]),
         ("transport: {lam: 1.01}", "transport.lam", ["less than or equal to 1", "found 1.01", "Trace decay"]),
         ("geometry: {aggregation: mean}", "geometry.aggregation", ["'token_mean', 'sequence_mean'", "found 'mean'"]),
         ("name: a/b", "name", ["pattern", "found 'a/b'"]),
