@@ -1,4 +1,4 @@
-"""What a recipe's data hold: prompts that are too long, gold answers that no verifier reads, duplicates; without weights."""
+"""Checks of a recipe's data, without weights: prompts that are too long, gold answers that cannot be read, duplicates."""
 
 from __future__ import annotations
 
@@ -28,11 +28,15 @@ def unreadable(part: Evidence, prompts: Sequence[Prompt]) -> list[tuple[Prompt, 
 
 
 def golds(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[tuple[bool, str]]:
-    """Findings about the gold answers: whether a run fails by it, and what it is."""
+    """Findings about the gold answers: whether it would stop a run, and its text."""
     for index, part in enumerate(recipe.evidence):
         if bad := unreadable(part, prompts):
             shown = "; ".join(f"{prompt.place}: {reason}".removeprefix(": ") for prompt, reason in bad[:EXAMPLES])
-            becomes = {"fail": "the run would stop there", "zero": "each response to them gets 0", "drop": "they teach nothing"}
+            becomes = {
+                "fail": "the run would stop there",
+                "zero": "their responses get reward 0",
+                "drop": "their responses are left out of the update",
+            }
             yield (
                 part.on_error == "fail",
                 f"evidence.{index}: '{part.use}' cannot read the gold answers of {len(bad)} of {len(prompts)} prompts "
@@ -42,8 +46,8 @@ def golds(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[tuple[bool, str
     if raw:
         yield (
             False,
-            f"task: {len(raw)} of {len(prompts)} gold answers hold '####', e.g. {named(raw[0])}; "
-            r"set task.answer_pattern to '####\s*(\S+)' to take what stands behind it",
+            f"task: {len(raw)} of {len(prompts)} gold answers contain '####', e.g. {named(raw[0])}; "
+            r"set task.answer_pattern to '####\s*(\S+)' to use only what follows it",
         )
     odd = [prompt for prompt in prompts if prompt.answer.strip().lower() in ("nan", "none", "null", "<na>")]
     if odd:
@@ -52,16 +56,16 @@ def golds(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[tuple[bool, str
 
 
 def duplicates(prompts: Sequence[Prompt]) -> Iterator[str]:
-    """Findings about prompts that stand more than once, white space aside."""
+    """Findings about prompts that occur more than once, ignoring white space."""
     first: dict[str, Prompt] = {}
     texts = [prompt for prompt in prompts if prompt.text]  # where there is none, an environment makes it
     again = [(first[key], prompt) for prompt in texts if first.setdefault(key := same(prompt.text), prompt) is not prompt]
     if again:
-        yield f"{len(again)} of {len(prompts)} prompts stand more than once, e.g. {named(again[0][1])}"
+        yield f"{len(again)} of {len(prompts)} prompts are duplicates of earlier ones, e.g. {named(again[0][1])}"
     differ = [(one, other) for one, other in again if one.answer != other.answer]
     if differ:
         one, other = differ[0]
-        yield f"{len(differ)} of them with another gold answer, e.g. {named(other)}: {one.answer!r} and {other.answer!r}"
+        yield f"{len(differ)} duplicates have a different gold answer, e.g. {named(other)}: {one.answer!r} and {other.answer!r}"
 
 
 # --- episodes ---------------------------------------------------------------------------------
@@ -86,19 +90,20 @@ class Audit:
     """What was found."""
 
     problems: list[str] = field(default_factory=list)
-    """By which a run would fail."""
+    """Findings that would stop a run."""
     warnings: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    """What was looked at."""
+    """What was checked, one line per set."""
 
     def found(self, fails: bool, text: str) -> None:
         (self.problems if fails else self.warnings).append(text)
 
 
 def audit(recipe: Recipe) -> Audit:
-    """Tokenise the prompts of a run, and read their gold answers. Raises ValueError or OSError where there is no tokenizer.
+    """Tokenise the prompts of a run and read their gold answers. Raises ValueError or OSError if there is no tokenizer.
 
-    Training prompts as `drawn`, the held-out ones, and those of the frozen sets, by which `cct eval` fails and a run does not.
+    Covers the training prompts that `drawn` returns, the held-out ones, and those of the frozen sets. A problem in a frozen
+    set would stop `cct eval` but not a run, so it is a warning.
     """
     result, alphabet = audit_turns(recipe), recipe.alphabet if recipe.policy.reads_alphabet else ""
     tokenizer = recipe.policy.tokenizer(alphabet=alphabet)
@@ -135,7 +140,7 @@ def audit(recipe: Recipe) -> Audit:
         if (opened := OPENED.search(end)) and not recipe.policy.opened and name == "training":
             result.warnings.append(
                 f"policy: prompts end in {opened[0]!r}, which evidence does not see as part of the response; "
-                f"set policy.response_prefix to {opened[0]!r} where it should"
+                f"if it should, set policy.response_prefix to {opened[0]!r}"
             )
     return result
 

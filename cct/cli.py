@@ -1,4 +1,4 @@
-"""The command line: its arguments, and what becomes of errors. `commands` holds what the verbs do."""
+"""The command line: arguments and the handling of errors. `commands` implements the verbs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Add = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.Argumen
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Returns 0, 1 (a run stopped, or does not fit), or 2 (bad input, one readable message)."""
+    """Entry point. Returns 0, 1 (a run stopped, or a plan does not fit), or 2 (bad input, with one readable message)."""
     encode_anything()
     arguments = _parser().parse_args(argv)
     from cct.errors import TrainingStopped
@@ -62,13 +62,13 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        leave_stdout()  # it may be where nothing can be written
+        leave_stdout()  # stdout may be the file that cannot be written
         say(f"error: {error}", file=sys.stderr)
         return 1
     except (SystemExit, GeneratorExit) as error:
-        if not raised_at(error):  # cct's own, in a process for which another one speaks
+        if not raised_at(error):  # raised by cct, in a process whose error another process prints
             raise
-        say(f"error: code of a part tried to end the process with {error_text(error)}", file=sys.stderr)
+        say(f"error: a part's code tried to end the process with {error_text(error)}", file=sys.stderr)
         return 2
     except Interrupted as error:
         print("interrupted" if error.number == signal.SIGINT else f"interrupted by {error.name}", file=sys.stderr)
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _stopped(error: Exception) -> int:
-    """Say in a line why a run stopped; the traceback of what a part raised is printed where CCT_TRACEBACK is set."""
+    """Print in one line why a run stopped. If CCT_TRACEBACK is set, also print the traceback of what a part raised."""
     say(f"stopped: {error}", file=sys.stderr)
     if error.__cause__ is not None and os.environ.get("CCT_TRACEBACK"):
         say_traceback(error.__cause__)
@@ -89,7 +89,7 @@ def _stopped(error: Exception) -> int:
 
 
 def _broken_media(error: BaseException | None) -> str | None:
-    """What to do where transformers cannot be imported beside builds of torch's media packages for another torch."""
+    """What to do if transformers cannot be imported because torch's media packages were built for another torch."""
     packages = ("torchvision", "torchaudio", "torchcodec")
     while error is not None:
         found = next((name for name in packages if name in str(error)), None)
@@ -124,7 +124,7 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--trust-plugins",
         action="store_true",
-        help="run plug-ins of the run's recipe that have no recorded SHA-256, or another one: they may be anyone's code",
+        help="import the recipe's plug-ins even if their SHA-256 was not recorded or differs; they may be anyone's code",
     )
 
 
@@ -134,12 +134,14 @@ def _add_set(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="a.b=c",
-        help="change a key of the recipe, `a.b=` to null; may be repeated",
+        help="change a key of the recipe; `a.b=` sets it to null; may be repeated",
     )
 
 
 def _add_plugin(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--plugin", action="append", default=[], metavar="FILE", help="file or module of a part of one's own")
+    command.add_argument(
+        "--plugin", action="append", default=[], metavar="FILE", help="file or module that defines parts of yours"
+    )
 
 
 def _numbers(text: str) -> list[int]:
@@ -147,35 +149,35 @@ def _numbers(text: str) -> list[int]:
 
 
 def _of_recipes(add: Add) -> None:
-    run = add("run", commands.run, "train a recipe, or go on with a run")
-    run.add_argument("recipe", nargs="?", help="recipe file; with --resume the run's own unless given")
+    run = add("run", commands.run, "train a recipe, or resume a run")
+    run.add_argument("recipe", nargs="?", help="recipe file; with --resume, the default is the run's recipe")
     _add_set(run)
-    run.add_argument("--resume", metavar="RUN", type=Path, help="go on from the newest checkpoint of this run folder")
+    run.add_argument("--resume", metavar="RUN", type=Path, help="resume from the newest checkpoint of this run folder")
     run.add_argument(
-        "--runs", metavar="DIR", type=Path, default=Path("runs"), help="where run folders are made (default: runs)"
+        "--runs", metavar="DIR", type=Path, default=Path("runs"), help="where run folders are created (default: runs)"
     )
     run.add_argument(
         "--profile", action="store_true", help="print where the time goes, and write a trace of one iteration for Perfetto"
     )
-    run.add_argument("--into", metavar="FOLDER", type=Path, help="train into this folder, which must not hold anything yet")
-    run.add_argument("--dry-run", action="store_true", help="validate and say what would run, without loading a model")
+    run.add_argument("--into", metavar="FOLDER", type=Path, help="train into this folder, which must be empty or new")
+    run.add_argument("--dry-run", action="store_true", help="validate and print what would run, without loading a model")
 
     check = add("check", commands.check, "validate recipes without loading a model")
     check.add_argument("recipe", nargs="+")
     check.add_argument(
         "--deep",
         action="store_true",
-        help="also find prompts that are too long or twice, and unreadable gold answers",
+        help="also find prompts that are too long or duplicated, and gold answers that cannot be read",
     )
     _add_set(check)
 
     explain = add(
-        "explain", commands.explain, "print a recipe resolved: each part's source, needs and providers, parameter counts"
+        "explain", commands.explain, "print the resolved recipe: each part's source, needs and providers, parameter counts"
     )
     explain.add_argument("recipe")
     _add_set(explain)
 
-    plan = add("plan", commands.plan, "say what a recipe needs of memory, and whether it fits a GPU, without loading weights")
+    plan = add("plan", commands.plan, "plan a recipe's memory without loading weights, and report whether it fits a GPU")
     plan.add_argument("recipe")
     plan.add_argument(
         "--gpu", metavar="NAME", help="a GPU by name, such as H100, or its memory in GB, such as 24; default: the CPU"
@@ -185,38 +187,38 @@ def _of_recipes(add: Add) -> None:
 
 def _of_parts(add: Add) -> None:
     listing = add("ls", commands.ls, "list the registered components")
-    listing.add_argument("axis", nargs="?", metavar="AXIS", help=f"of {', '.join(AXES)}; with its knobs")
-    listing.add_argument("--markdown", action="store_true", help="as the page docs/catalogue.md, of what comes with cct")
+    listing.add_argument("axis", nargs="?", metavar="AXIS", help=f"one of {', '.join(AXES)}: also list the knobs")
+    listing.add_argument("--markdown", action="store_true", help="print the page docs/catalogue.md, with built-in parts only")
 
-    operator = add("check-operator", commands.check_operator, "run the conformance suite on a part, your own included")
+    operator = add("check-operator", commands.check_operator, "run the conformance suite on a part, built-in or yours")
     operator.add_argument("operator", metavar="NAME_OR_FILE:NAME", help="a registered name, or file.py:NAME")
     operator.add_argument(
         "--axis",
         choices=("transport", "gate", "statistic", "geometry", "critic", "evidence", "environment"),
-        help="if several axes have the name",
+        help="needed if the name is registered on several axes",
     )
-    operator.add_argument("--examples", type=int, default=60, metavar="N", help="inputs tried on each property (default: 60)")
+    operator.add_argument("--examples", type=int, default=60, metavar="N", help="inputs tried per property (default: 60)")
     operator.add_argument("--set", action="append", default=[], metavar="a=b", help="change a knob; may be repeated")
 
     schema = add("schema", commands.schema, "print the JSON Schema of recipes, for editors")
     schema.add_argument("recipe", nargs="?", help="include this recipe's plug-ins")
 
-    new = add("new", commands.new, "write a component of your own with a recipe and a test")
+    new = add("new", commands.new, "write a new component, with a recipe and a test")
     new.add_argument("axis", choices=("transport", "statistic", "environment"))
     new.add_argument("name")
 
 
 def _of_runs(add: Add) -> None:
-    evaluate = add("eval", commands.evaluate, "evaluation of a finished run, on the held-out problems and the frozen sets")
+    evaluate = add("eval", commands.evaluate, "evaluate a finished run on the held-out problems and the frozen sets")
     evaluate.add_argument("run", type=Path)
-    evaluate.add_argument("--samples", type=int, default=0, metavar="N", help="sample N responses to each problem as well")
-    evaluate.add_argument("--ks", type=_numbers, default=[1], metavar="K,K", help="the k of pass@k, at most N (default: 1)")
-    _add_trust(evaluate)
-    evaluate.add_argument("--json", type=Path, metavar="FILE", help="write the metrics there, too")
-
-    replay = add(
-        "replay", commands.replay, "recompute the credit of a run's stored rollouts under other transports, and compare"
+    evaluate.add_argument("--samples", type=int, default=0, metavar="N", help="also sample N responses to each problem")
+    evaluate.add_argument(
+        "--ks", type=_numbers, default=[1], metavar="K,K", help="values of k for pass@k, at most N (default: 1)"
     )
+    _add_trust(evaluate)
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics to this file")
+
+    replay = add("replay", commands.replay, "recompute credit for a run's stored rollouts under other transports, and compare")
     replay.add_argument("run", type=Path)
     replay.add_argument(
         "--transport", action="append", default=[], metavar="YAML", help="a name or '{use: gae, lam: 0.95}'; may be repeated"
@@ -228,7 +230,7 @@ def _of_runs(add: Add) -> None:
 
 def _of_studies(add: Add) -> None:
     study = add(
-        "study", commands.study, "run a study, recipes times seeds side by side, and its statistics; goes on where it was cut"
+        "study", commands.study, "run recipes over seeds in parallel and compute statistics; resumes an interrupted study"
     )
     study.add_argument(
         "action", nargs="?", default="run", choices=("run", "check", "status", "summary"), help="what to do (default: run)"
@@ -237,14 +239,18 @@ def _of_studies(add: Add) -> None:
     study.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change a key of the study; may be repeated")
     study.add_argument("--retry", action="store_true", help="run failed cells again")
     study.add_argument(
-        "--studies", metavar="DIR", type=Path, default=Path("studies"), help="where study folders are made (default: studies)"
+        "--studies",
+        metavar="DIR",
+        type=Path,
+        default=Path("studies"),
+        help="where study folders are created (default: studies)",
     )
 
-    report = add("report", commands.report, "write an HTML page about a study or a run, or about several runs side by side")
+    report = add("report", commands.report, "write an HTML page about a study, a run, or several runs side by side")
     report.add_argument("source", nargs="+", metavar="STUDY_OR_RUN", type=Path)
     report.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first folder")
     report.add_argument(
-        "--transport", action="append", default=[], metavar="YAML", help="to show beside a run's own; as for replay"
+        "--transport", action="append", default=[], metavar="YAML", help="also show this transport's credit; as for replay"
     )
     _add_plugin(report)
     _add_trust(report)
@@ -252,33 +258,49 @@ def _of_studies(add: Add) -> None:
 
 def _fidelity(add: Add) -> None:
     fidelity = add(
-        "fidelity", commands.fidelity, "score the credit of transports against the true advantage, found by branching"
+        "fidelity", commands.fidelity, "score the credit of transports against the true advantage, measured by branching"
     )
     fidelity.add_argument(
-        "source", nargs="+", metavar="RUN_OR_RECIPE", type=Path, help="runs, or recipes before their first update"
+        "source",
+        nargs="+",
+        metavar="RUN_OR_RECIPE",
+        type=Path,
+        help="run folders, or recipes, which are scored before their first update",
     )
     fidelity.add_argument(
-        "--transport", action="append", default=[], metavar="YAML", help="beside the run's own; as for replay"
+        "--transport", action="append", default=[], metavar="YAML", help="also score this transport; as for replay"
     )
     fidelity.add_argument(
         "--critic",
         action="append",
         default=[],
         metavar="YAML",
-        help="beside the run's own, around what it learnt: group_level, '{use: group_mean, weight: 0}'",
+        help="also score with this critic, built on the run's trained one: group_level, '{use: group_mean, weight: 0}'",
     )
     _add_plugin(fidelity)
-    fidelity.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the newest)")
-    fidelity.add_argument("--batches", type=int, default=4, metavar="N", help="iterations of responses sampled (default: 4)")
-    fidelity.add_argument("--at", choices=("tokens", "turns"), default="tokens", help="what a position is (default: tokens)")
-    fidelity.add_argument("--positions", type=int, default=512, metavar="N", help="how many are looked at (default: 512)")
+    fidelity.add_argument("--at", choices=("tokens", "turns"), default="tokens", help="what to score (default: tokens)")
     fidelity.add_argument(
-        "--below", type=float, default=0.95, metavar="P", help="of those sampled with a probability below P (default: 0.95)"
+        "--iteration", type=int, metavar="N", help="score the checkpoint of iteration N (default: the newest)"
+    )
+    fidelity.add_argument("--batches", type=int, default=4, metavar="N", help="iterations of responses to sample (default: 4)")
+    fidelity.add_argument(
+        "--positions", type=int, default=512, metavar="N", help="how many to score (default: 512)"
     )
     fidelity.add_argument(
-        "--continuations", type=int, default=32, metavar="M", help="sampled before and after each of them (default: 32)"
+        "--below",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="score only tokens sampled with probability below P (default: 0.95)",
     )
-    fidelity.add_argument("--seed", type=int, metavar="S", help="of prompts and sampling (default: the recipe's)")
+    fidelity.add_argument(
+        "--continuations",
+        type=int,
+        default=32,
+        metavar="M",
+        help="continuations from before and from after each token (default: 32)",
+    )
+    fidelity.add_argument("--seed", type=int, metavar="S", help="seed of prompts and sampling (default: the recipe's)")
     fidelity.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results of all runs here, as JSON")
     _add_trust(fidelity)
 
@@ -286,12 +308,12 @@ def _fidelity(add: Add) -> None:
 def _export(add: Add) -> None:
     export = add("export", commands.export, "write the policy of a run's checkpoint as a Hugging Face folder")
     export.add_argument("run", type=Path)
-    export.add_argument("folder", type=Path, help="made; must not hold anything")
-    export.add_argument("--iteration", type=int, metavar="N", help="of which checkpoint (default: the newest)")
+    export.add_argument("folder", type=Path, help="folder to create; must be empty or new")
+    export.add_argument("--iteration", type=int, metavar="N", help="export the checkpoint of iteration N (default: the newest)")
     export.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the written weights (default: the one they were trained in, policy.dtype)",
+        help="type of the written weights (default: the type they were trained in, policy.dtype)",
     )
     _add_trust(export)
 

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"into {arguments.resume or arguments.into or arguments.runs / recipe.name}"
         )
         return 0
-    if arguments.profile:  # read when torch is imported: its profiler says on stderr that it starts and stops
+    if arguments.profile:  # silences torch's profiler on stderr; must be set before torch is imported
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from cct.api import resume, train
 
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked(path: str, overrides: list[str], *, demonstrations: bool = False):
-    """The recipe, its data looked at as well; the demonstrations of a warm start before a run only: that takes a second."""
+    """Load a recipe and check its data. `demonstrations`: also those of a warm start, which takes a second."""
     from cct.loading import load_recipe
     from cct.preflight import preflight
     from cct.recipe import RecipeError
@@ -229,11 +229,11 @@ def report(arguments: argparse.Namespace) -> int:
     from cct.tools.report.read import ReportError
     from cct.tools.report.write import write_report
 
-    for source in arguments.source:  # the page reads files only, so what it shows of tokens is written first
+    for source in arguments.source:  # the page reads only files, so the token view is written first
         folder = RunFolder(source)
         stored, tokens = folder.rollouts.values(), folder.tokens_file
         if arguments.transport and not stored:
-            raise RecipeError(f"{source}: --transport needs a run's stored rollouts, and there are none")
+            raise RecipeError(f"{source}: --transport needs a run's stored rollouts, and this folder has none")
         written = tokens.stat().st_mtime if tokens.is_file() else 0.0
         if stored and (arguments.transport or written < max(path.stat().st_mtime for path in stored)):
             from cct.tools.tokens import save_tokens
@@ -252,9 +252,9 @@ def fidelity(arguments: argparse.Namespace) -> int:
 
     for name, least in (("batches", 1), ("positions", 2), ("continuations", 4)):
         if getattr(arguments, name) < least:
-            raise RecipeError(f"--{name} {getattr(arguments, name)}: at least {least} are needed")
+            raise RecipeError(f"--{name} {getattr(arguments, name)}: must be at least {least}")
     if not 0 < arguments.below <= 1:
-        raise RecipeError(f"--below {arguments.below:g}: a probability above 0, and at most 1, for all tokens")
+        raise RecipeError(f"--below {arguments.below:g}: must be above 0 and at most 1, which takes all tokens")
     from cct.registry import install
 
     try:

@@ -1,4 +1,4 @@
-"""Which parts of a recipe do not go together. A rule finds problems, each with its place in the recipe; RULES lists them."""
+"""Rules for combining the parts of a recipe. A rule yields problems, each with its place in the recipe; RULES lists them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _unmet(part: Component, need: str) -> str:
         for name in registry.names()
         if need in _provided(registry[name])
     ]
-    what = f"provided by {', '.join(able)}" if able else "which no registered component provides"
+    what = f"these parts do: {', '.join(able)}" if able else "no registered part does"
     what += "; or set policy.warm_start: null" if need == "demonstrations" else ""
     return f"'{part.use}' needs {need}, and nothing in this recipe provides it; {what}"
 
@@ -44,7 +44,7 @@ def _unmet(part: Component, need: str) -> str:
 def _provided(cls: type[Component]) -> frozenset[str]:
     try:
         return cls.model_construct().provides
-    except AttributeError:  # it depends on a knob without default
+    except AttributeError:  # depends on a knob without a default
         return frozenset()
 
 
@@ -71,7 +71,7 @@ def groups_are_large_enough(recipe: Parts) -> Problems:
         if isinstance(part, Transport) and not isinstance(part, Wrapper) and 2 <= each < part.least_responses:
             yield (
                 place,
-                f"'{part.use}' tells responses to one prompt apart from {part.least_responses} of them on; "
+                f"'{part.use}' needs at least {part.least_responses} responses per prompt; "
                 f"training.responses_per_prompt is {each}",
             )
 
@@ -83,7 +83,7 @@ def truncated_sampling_is_corrected(recipe: Parts) -> Problems:
         yield (
             "generation",
             f"top_p ({generation.top_p}) or top_k ({generation.top_k}) leaves tokens out, so the trainer's "
-            f"ratios are not of the distribution sampled from; set geometry.correction to truncate or mask{other}",
+            f"ratios do not refer to the sampled distribution; set geometry.correction to truncate or mask{other}",
         )
 
 
@@ -92,12 +92,12 @@ def engines_divide_processes(recipe: Parts) -> Problems:
     if recipe.training.processes % share:
         yield (
             "generation.tensor_parallel",
-            f"{share} processes share an engine, which must divide the "
-            f"{recipe.training.processes} of training.devices x training.nodes",
+            f"{share} processes share an engine; this must divide the number of processes, "
+            f"{recipe.training.processes} (training.devices x training.nodes)",
         )
 
 
-# --- what would run, and silently mean something else -----------------------------------------
+# --- what would run but silently mean something else ------------------------------------------
 def token_credit_reaches_tokens(recipe: Parts) -> Problems:
     geometry = recipe.geometry
     if recipe.transport.grain == "token" and geometry.grain == "sequence":
@@ -105,8 +105,8 @@ def token_credit_reaches_tokens(recipe: Parts) -> Problems:
         form = [f"{geometry.token_form}, its token form"] if geometry.token_form else []
         yield (
             "geometry",
-            f"'{geometry.use}' averages advantages over each response, which would erase the credit that transport "
-            f"'{recipe.transport.use}' gives to single tokens; these keep it: {', '.join([*form, *able])}",
+            f"'{geometry.use}' averages advantages over each response, which would erase the credit per token of transport "
+            f"'{recipe.transport.use}'; these losses keep it: {', '.join([*form, *able])}",
         )
 
 
@@ -115,8 +115,8 @@ def responses_are_whitened_as_responses(recipe: Parts) -> Problems:
         if isinstance(part, Transport) and part.grain == "sequence" and part.whitens == "token":
             yield (
                 place,
-                f"'{part.use}' gives one number per response and whitens over tokens, where a long response counts as often as "
-                "it has tokens; whiten over responses, or not at all",
+                f"'{part.use}' gives one number per response but whitens over tokens, so long responses count more; "
+                "whiten over responses, or not at all",
             )
 
 
@@ -135,7 +135,7 @@ def kl_stays_in_the_critics_range(recipe: Parts) -> Problems:
     if recipe.geometry.kl_in_reward and critic is not None and critic.bounded:
         yield (
             "geometry.kl_in_reward",
-            f"takes returns out of the range of the evidence, which critic '{critic.use}' cannot leave; set its "
+            f"moves returns outside the range of the evidence, to which critic '{critic.use}' is bounded; set the critic's "
             "output to scalar, or use kl_coef, the KL in the loss",
         )
 
@@ -149,23 +149,23 @@ def engine_ratio_counts_once(recipe: Parts) -> Problems:
         instead = "correction_level to token" if twice == {"later"} and knob == "correction" else "correction to none"
         yield (
             f"geometry.{knob}",
-            f"'{getattr(geometry, knob)}' weighs by the ratio of trainer to engine, which the advantages of transport "
-            f"'{recipe.transport.use}' hold already ({whose}), and would count twice; set "
+            f"'{getattr(geometry, knob)}' weights by the ratio of trainer to engine, but the advantages of transport "
+            f"'{recipe.transport.use}' already contain it ({whose}); it would count twice; set "
             + (instead if knob == "correction" else "ratio_to to trainer"),
         )
     if geometry.correction != "none" and geometry.ratio_to == "engine" and geometry.weighs:
         yield (
             "geometry.correction",
-            f"'{geometry.correction}' weighs by trainer over engine, which a ratio to the engine holds already, and "
-            "would count twice; set ratio_to to trainer, which keeps the correction, or correction to none",
+            f"'{geometry.correction}' weights by the ratio of trainer to engine, but `ratio_to: engine` already contains it; "
+            "it would count twice; set ratio_to to trainer, which keeps the correction, or correction to none",
         )
 
 
-# --- what would be for nothing ----------------------------------------------------------------
+# --- what would have no effect ----------------------------------------------------------------
 def rewards_differ(recipe: Parts) -> Problems:
     least, greatest = recipe.reward_bounds
     if least >= greatest:
-        yield "evidence", "all evidence has weight 0, so every reward is the same; give one a weight"
+        yield "evidence", "all evidence has weight 0, so every reward is the same; give at least one a weight"
 
 
 def critic_is_used(recipe: Parts) -> Problems:
@@ -175,7 +175,7 @@ def critic_is_used(recipe: Parts) -> Problems:
     if recipe.critic is None and training.critic_warmup:
         yield "training.critic_warmup", "there is no critic to warm up; set it to 0"
     if recipe.critic is None and training.critic_window > 1:
-        yield "training.critic_window", "there is no critic to remember anything; set it to 1"
+        yield "training.critic_window", "there is no critic to keep batches for; set it to 1"
 
 
 RULES: tuple[Callable[[Parts], Problems], ...] = (

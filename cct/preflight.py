@@ -1,4 +1,4 @@
-"""What `cct check` and `cct run` look at before a run: libraries, files, the data, and what is evaluated but trained on."""
+"""What `cct check` and `cct run` check before a run: libraries, files, data, and evaluation problems in the training data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GOLDS, GOLDS_BEFORE_RUN = 50, 1000  # gold answers read of training and of evalu
 
 
 def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
-    """Look at a recipe's parts and data before a run. Returns warnings, each with its place.
+    """Check a recipe's parts and data before a run. Returns warnings, each with its place.
 
-    demonstrations: before a run, when more is looked at, a warm start's demonstrations included; else what takes a moment.
-    Raises RecipeError with every part that cannot work here, with prompts that the policy cannot take, gold answers by which
-    the run would fail, or evaluation problems that it would train on.
+    demonstrations: check more prompts and gold answers, and a warm start's demonstrations; otherwise only what takes a moment.
+    Raises RecipeError with every part that cannot work here, with prompts that the policy cannot take, with gold answers that
+    would stop the run, or with evaluation problems that it would train on.
     """
     problems = unready(recipe)
     for place, part in recipe.parts.items():
@@ -38,7 +38,7 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
     if not problems:
         try:
             shape = recipe.policy.shape
-        except (OSError, ValueError) as error:  # of a path that no file can have, of a folder that holds anything
+        except (OSError, ValueError) as error:  # an impossible path, a folder with unexpected content
             raise RecipeError(f"policy: '{recipe.policy.use}': {error}") from None
         problems = unfit(recipe, shape) if shape is not None else []
     warnings: list[str] = []
@@ -46,7 +46,7 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
         problems = problems or _overlaps(recipe, demonstrations)
         if not problems:
             problems, warnings = _data(recipe, GOLDS_BEFORE_RUN if demonstrations else GOLDS)
-    except RAISED as error:  # of a task of the user's own, further on in its stream
+    except RAISED as error:  # a user's task, further on in its stream
         problems = [f"task: '{recipe.task.use}': {message_of(error)}"]
     if problems:
         raise RecipeError(*problems)
@@ -54,7 +54,7 @@ def preflight(recipe: Recipe, *, demonstrations: bool = True) -> list[str]:
 
 
 def _data(recipe: Recipe, bound: int) -> tuple[list[str], list[str]]:
-    """Problems and warnings of the prompts, the first `bound` of those trained on and of those held out."""
+    """Problems and warnings about the first `bound` training prompts and the first `bound` held-out prompts."""
     prompts = [*drawn(recipe, bound)[:bound], *recipe.task.held_out()[:bound]]
     first = prompts[:1] if recipe.environment is None else begun(recipe, prompts[:1])
     for failure in first:
@@ -64,8 +64,8 @@ def _data(recipe: Recipe, bound: int) -> tuple[list[str], list[str]]:
     talk = next((prompt for prompt in [*first, *prompts] if isinstance(prompt, Prompt) and prompt.messages), None)
     if talk is not None and not recipe.policy.takes_messages:
         return [
-            f"task: {named(talk)} is a list of messages, and policy '{recipe.policy.use}' has no chat template to write it by; "
-            "take a chat model and leave policy.chat at auto, or make a text of the row with task.template"
+            f"task: {named(talk)} is a list of messages, and policy '{recipe.policy.use}' has no chat template for it; "
+            "use a chat model with policy.chat at auto, or turn the row into text with task.template"
         ], []
     try:
         found = list(golds(recipe, prompts))
@@ -75,7 +75,7 @@ def _data(recipe: Recipe, bound: int) -> tuple[list[str], list[str]]:
 
 
 def unready(recipe: Recipe) -> list[str]:
-    """Every part that cannot work here, for want of a library or a file."""
+    """Every part that cannot work here because a library or a file is missing."""
     problems = []
     for place, part in recipe.parts.items():
         try:
@@ -91,14 +91,14 @@ def unready(recipe: Recipe) -> list[str]:
 
 
 def message_of(error: BaseException) -> str:
-    """Parts raise ValueError and OSError with a message for users; whatever else they raise, with its place."""
+    """The message of a ValueError or OSError, which parts write for users; of any other error, also where it was raised."""
     return str(error) if isinstance(error, ValueError | OSError) else error_text(error)
 
 
 def unfit(recipe: Recipe, shape: Shape) -> list[str]:
     """Every part that does not fit a model of this shape."""
     problems: list[str] = []
-    for place, part in reversed(recipe.parts.items()):  # a gate before the transport that holds it
+    for place, part in reversed(recipe.parts.items()):  # a gate before the transport that contains it
         if isinstance(part, Transport | Gate | Statistic) and not any(problem.startswith(place) for problem in problems):
             try:
                 for statistic in [part] if isinstance(part, Statistic) else part.statistics.values():
@@ -108,17 +108,17 @@ def unfit(recipe: Recipe, shape: Shape) -> list[str]:
     room, limit = recipe.generation.max_new_tokens, recipe.generation.limit(shape.positions)
     if limit is not None and room >= limit[0]:
         of_model = limit[0] == shape.positions
-        has = f"the model has {limit[0]} positions" if of_model else f"{limit[1]} is all there is"
+        has = f"the model has {limit[0]} positions" if of_model else f"the limit is {limit[1]}"
         remedy = "raise policy.max_length, or " if of_model and "max_length" in type(recipe.policy).model_fields else ""
-        problems.append(f"generation.max_new_tokens: {room}, and {has} for a prompt and its response; {remedy}lower it")
+        problems.append(f"generation.max_new_tokens: {room}, but {has} for prompt and response together; {remedy}lower it")
     return problems
 
 
 def trained_on(recipe: Recipe, demonstrations: bool = True) -> set[str]:
-    """The text of prompts that the run draws, the warm start's demonstrations included or not.
+    """The texts of the prompts that the run draws, with or without the warm start's demonstrations.
 
-    Of a list of problems all that come up; of an endless stream, and of demonstrations, the first ones: at most CHECKED, or
-    CHECKED_BEFORE_RUN of each with demonstrations. So it takes as long for ten iterations as for a billion.
+    From a list of problems, all that the run draws. From an endless stream and from demonstrations, only the first ones: at
+    most CHECKED, or CHECKED_BEFORE_RUN of each if `demonstrations`. The time therefore does not grow with the iterations.
     """
     warm_start, bound = recipe.policy.warm_start, CHECKED_BEFORE_RUN if demonstrations else CHECKED
     texts = {prompt.text for prompt in drawn(recipe, bound) if prompt.text}
@@ -139,6 +139,6 @@ def _overlaps(recipe: Recipe, demonstrations: bool) -> list[str]:
             problems.append(
                 f"{place}: {len(shared)} evaluation problems of '{task.use}' would be trained on, "
                 f"e.g. {trained[min(shared)]!r}; "
-                "take them out of the training problems, or evaluate on others"
+                "remove them from the training problems, or evaluate on others"
             )
     return problems

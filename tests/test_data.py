@@ -322,7 +322,7 @@ def test_a_response_limit_that_fills_the_engine_is_refused_by_check(tmp_path, ca
     path = over(tmp_path, "generation: {use: auto, max_length: 12, max_new_tokens: 12}", NO_CRITIC)
     assert main(["check", str(path)]) == 2
     assert (
-        "max_new_tokens: 12, and generation.max_length (12) is all there is for a prompt and its response"
+        "max_new_tokens: 12, but the limit is generation.max_length (12) for prompt and response together"
         in capsys.readouterr().err
     )
 
@@ -356,7 +356,7 @@ def test_the_deep_check_counts_and_shows_what_is_wrong(tmp_path, capsys):
     out = capsys.readouterr()
     assert "training: 11 prompts, 4 to 82 tokens" in out.out and "1 too long" in out.out
     assert "1 of 11 prompts are too long" in out.err and "t.jsonl:10 '1+1" in out.err
-    assert "training: 1 of 11 prompts stand more than once, e.g. " in out.err
+    assert "training: 1 of 11 prompts are duplicates of earlier ones, e.g. " in out.err
     assert main(["check", "--deep", path, "--set", "generation.overlong=drop"]) == 0
     out = capsys.readouterr()
     assert "they are left out (overlong: drop)" in out.err and ": ok (" in out.out
@@ -374,7 +374,7 @@ def test_a_gold_answer_that_cannot_be_read_is_named_before_the_run(tmp_path, cap
     err = capsys.readouterr().err
     assert "'math_verify' cannot read the gold answers of 1 of 3 prompts" in err
     assert "t.jsonl:2: the gold answer '???' cannot be read as mathematics" in err
-    assert code or "1 of 3 gold answers hold '####'" in err
+    assert code or "1 of 3 gold answers contain '####'" in err
 
 
 def test_the_deep_check_says_that_the_template_opened_a_thought(tmp_path, capsys):

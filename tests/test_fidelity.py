@@ -323,7 +323,7 @@ def test_a_recipe_is_looked_at_before_its_first_update_without_a_critic(tmp_path
         (["--critic", "{use: group_level, of: {use: tac, ladder: [1, 2]}}"], "the run taught 'tac' with knobs of its own"),
         (["--critic", "mini_critics"], "the run taught 'tac' with knobs of its own"),
         (["--critic", "group_levl"], "did you mean 'group_level'"),
-        (["--below", "0"], "a probability above 0"),
+        (["--below", "0"], "must be above 0"),
         (["--below", "1e-9"], "0 tokens were sampled with a probability below 1e-09"),
         (["--iteration", "1"], "no checkpoint of iteration 1; there are those of iterations 2"),
     ],

@@ -489,7 +489,7 @@ def test_the_sizes_of_a_model_on_disk_are_known_to_the_check(finished):
     preflight(tiny("compo", f"policy={policy}"))
     with pytest.raises(RecipeError, match=r"^transport\.gate: layers \[2\] do not fit a model of 2 layers$"):
         preflight(tiny("compo", f"policy={policy}", "transport.gate.layers=[2]"))
-    with pytest.raises(RecipeError, match="512 positions for a prompt and its response; lower it"):
+    with pytest.raises(RecipeError, match="512 positions for prompt and response together; lower it"):
         preflight(tiny("compo", f"policy={policy}", "generation.max_new_tokens=512"))
 
 

@@ -255,7 +255,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         ("seed: -1", "seed", ["greater than or equal to 0", "found -1"]),
         ("training: {learning_rate: 0}", "training.learning_rate", ["greater than 0", "found 0", "AdamW, actor"]),
         ("training: {learning_rate: .nan}", "training.learning_rate", ["found nan"]),
-        ("generation: {temperature: 0.0}", "generation.temperature", ["greater than 0", "Of sampling"]),
+        ("generation: {temperature: 0.0}", "generation.temperature", ["greater than 0", "Sampling temperature"]),
         ("transport: {lam: 1.01}", "transport.lam", ["less than or equal to 1", "found 1.01", "Trace decay"]),
         ("geometry: {aggregation: mean}", "geometry.aggregation", ["'token_mean', 'sequence_mean'", "found 'mean'"]),
         ("name: a/b", "name", ["pattern", "found 'a/b'"]),
@@ -343,7 +343,7 @@ def test_an_unknown_key_hides_no_other_problem(tmp_path):
             "transport: {use: high_entropy, of: {use: grpo_pass_at_k, k: 8}}\ncritic:\n"
             "training: {responses_per_prompt: 8, minibatch_size: 8}",
             "r.yaml, line 2",
-            ["transport.of: 'grpo_pass_at_k' tells responses to one prompt apart from 9", "responses_per_prompt is 8"],
+            ["transport.of: 'grpo_pass_at_k' needs at least 9 responses per prompt", "responses_per_prompt is 8"],
         ),
         (
             "task: {use: jsonl, path: a.jsonl, held_out_path: b.jsonl}\npolicy: {warm_start: {steps: 5}}",

@@ -211,6 +211,8 @@ def test_every_component_is_written_and_read_back(axis, name):
     required = {knob: f"some/{knob}" for knob, field in registry[name].model_fields.items() if field.is_required()}
     required = {
         ("gate", "constant"): {"gamma": 0.9},  # either of two
+        ("environment", "tools"): {"tools": ["json:dumps"]},
+        ("environment", "gym_text"): {"env": "json:JSONDecoder"},
         ("task", "reasoning_gym"): {"name": "chain_sum"},  # likewise
         ("evidence", "length"): {"max_tokens": 8, "buffer": 4},
     }.get((axis, name), required)

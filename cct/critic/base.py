@@ -45,14 +45,14 @@ class SingleCritic(Critic):
     """A critic with one output per position, and the choice of its kind."""
 
     output: Literal["bounded", "scalar", "hl_gauss", "two_hot"] = "bounded"
-    """bounded: a sigmoid over the range that the evidence can give, trained by cross-entropy. scalar: linear, squared error.
-    hl_gauss, two_hot: a distribution over bins of that range, trained towards a normal around the target (Farebrother et al.
-    2024) or towards the target's two neighbours (MuZero, DreamerV3)."""
+    """bounded: a sigmoid over the range of rewards that the evidence can give, trained by cross-entropy. scalar: linear,
+    trained by squared error. hl_gauss, two_hot: a distribution over bins of that range, trained towards a normal distribution
+    around the target (Farebrother et al. 2024) or the target's two neighbouring bins (MuZero, DreamerV3)."""
     bins: int = Field(51, ge=2, le=4096)
-    """Of hl_gauss and two_hot: values from the least to the greatest reward; hl_gauss adds three beyond each end."""
+    """Number of bins of hl_gauss and two_hot, from the lowest to the highest reward; hl_gauss adds three beyond each end."""
     value_clip: float | None = Field(None, gt=0, le=1000)
-    """No gradient to a value that has moved farther than this, in units of reward, from where it was when the responses were
-    sampled, unless it went the wrong way (PPO2's value clipping); null for none. It slows a critic that should hurry."""
+    """PPO2's value clipping: a value that has moved farther than this, in units of reward, since the responses were sampled
+    gets no gradient, unless it moved in the wrong direction. Null: no clipping. Clipping slows the critic."""
 
     @property
     def unread(self) -> dict[str, str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @critics.register("mini_critics")
 class MiniCritics(Critic):
-    """Small critics, each taught on responses of its own; the value is their mean (AsyPPO, Liu et al. 2025).
+    """Small critics, each trained on different responses; the value is their mean (AsyPPO, Liu et al. 2025).
 
     How far they disagree, their standard deviation, is `value_disagreement` among the rollout's statistics, by which the
     transport `disagreement` masks advantages. Each learns from 1 / `count` of the responses only.
@@ -29,12 +29,13 @@ class MiniCritics(Critic):
     """
 
     of: Annotated[Critic, critics] = TAC(width=32, depth=1)
-    """What each of them is."""
+    """The kind of each critic."""
     count: int = Field(2, ge=2, le=64)
-    """How many."""
+    """Number of critics."""
     split: Literal["responses", "prompts"] = "responses"
-    """responses: those to each prompt are divided evenly, so that every critic knows every prompt (the source). prompts: a
-    prompt belongs to one critic by its tokens, and stays there when it comes again; with few prompts some learn nothing."""
+    """responses: the responses to each prompt are divided evenly, so every critic sees every prompt (as in the source).
+    prompts: a prompt is assigned to one critic by its tokens, always to the same one; with few prompts, some critics learn
+    nothing."""
 
     @model_validator(mode="after")
     def _of_single_ones(self) -> MiniCritics:
@@ -68,7 +69,7 @@ class GroupCritic(Critic):
     """
 
     of: Annotated[Critic, critics] = TAC()
-    """The critic. What it learns from is changed only where targets bootstrap."""
+    """The critic. Its training targets change only if they bootstrap."""
 
     @model_validator(mode="after")
     def _around_a_critic_by_itself(self) -> Self:
@@ -94,7 +95,7 @@ class GroupCritic(Critic):
 
 @critics.register("group_mean")
 class GroupMean(GroupCritic):
-    """Between the group's mean and a critic: (1 - weight) mean of the other responses' targets + weight V.
+    """A mix of group mean and critic: (1 - weight) * mean of the other responses' targets + weight * V.
 
     The mean is of the value targets at the first token, gated where the transport's are: the prompt's level, which the
     critic need not know. It is the same at every token, so a discount below 1 makes it too low for late ones. A response
@@ -104,7 +105,7 @@ class GroupMean(GroupCritic):
     weight: float = Field(0.5, ge=0, le=1)
     """The critic's share: 1 is the critic, 0 a leave-one-out baseline."""
     leave_one_out: bool = True
-    """Without the response's own target, so that the baseline does not know what it judges."""
+    """Leave out the response's own target, so that its baseline does not depend on it."""
 
     @property
     def unread(self) -> dict[str, str]:
@@ -128,7 +129,7 @@ class GroupMean(GroupCritic):
 
 @critics.register("group_level")
 class GroupLevel(GroupCritic):
-    """A critic's shape at the group's level: its log-odds shifted so that its value at the first token is the group's.
+    """A critic at the group's level: its log-odds are shifted so that its value at the first token is the group's.
 
     That level is the mean of the value targets at the first token over the other responses to the prompt, gated where the
     transport's are, to which the critic's own value there counts as `prior` further ones. While the policy gets better faster
@@ -138,7 +139,7 @@ class GroupLevel(GroupCritic):
     """
 
     prior: float = Field(4.0, gt=0, le=1000)
-    """How many responses the critic's own value at the first token counts for."""
+    """Number of responses that the critic's value at the first token counts as."""
 
     @model_validator(mode="after")
     def _around_a_bounded_critic(self) -> GroupLevel:

@@ -23,11 +23,11 @@ class TAC(SingleCritic):
     depth: int = Field(2, ge=1, le=64)
     """Blocks; each reads the hidden states of one layer, evenly spaced up to the last."""
     ladder: tuple[int, ...] | None = None
-    """The layers to read instead, one a block: 1 is the first, -1 the last; `depth` must be their number."""
+    """The layers to read instead, one per block: 1 is the first, -1 the last; `depth` must equal their number."""
     memory: int = Field(32, ge=0, le=1024)
-    """Features whose running maximum over the response is kept, so that an error once seen is not forgotten; 0 for none."""
+    """Number of features whose running maximum over the response is kept, so that an error is not forgotten; 0 for none."""
     borrow_attention: bool = True
-    """Mix value vectors with the actor's attention; off leaves each position by itself."""
+    """Mix value vectors with the actor's attention; without it, positions are not mixed."""
     concentration: bool = True
     """Read each head's attention concentration."""
 
@@ -63,7 +63,7 @@ class TAC(SingleCritic):
 
 @critics.register("standard")
 class Standard(SingleCritic):
-    """A second Transformer of the actor's size, started from its weights, with a value head."""
+    """A second Transformer of the actor's size, initialised from its weights, with a value head."""
 
     def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> Tower:
         from .towers import StandardTower

@@ -85,19 +85,20 @@ class Environment(Component):
     """Turns a prompt into an episode of several turns."""
 
     max_turns: int = Field(8, ge=1, le=1000)
-    """Turns of the policy at most; an episode that is not done by then is cut."""
+    """Maximum number of the policy's turns; an episode that is not done by then is truncated."""
     max_tokens: int | None = Field(None, ge=1, le=10_000_000)
-    """Tokens of a whole episode at most, its prompt left out and observations included; null: as many as the model takes."""
+    """Maximum number of tokens of an episode, including observations but not the prompt. Null: as many as the model takes."""
     history: Literal["template", "sampled"] = "template"
-    """What the policy reads of earlier turns where the chat template writes them otherwise than they were sampled (without
-    their thinking, say). template: what it writes, in a new row of the same episode. sampled: the tokens as they were."""
+    """What the policy sees of earlier turns if the chat template rewrites them, for example without their thinking. template:
+    the rewritten text, in a new row of the same episode. sampled: the tokens as they were sampled."""
     on_error: Literal["fail", "end", "drop"] = "fail"
-    """Where a step raises, takes too long or answers with something that cannot be used: stop the run, end the episode with the
-    rewards it has, or leave it out of the update."""
+    """If a step raises, takes too long or returns something unusable: stop the run, end the episode with the rewards it has, or
+    leave it out of the update."""
     workers: int = Field(0, ge=0, le=256)
-    """Processes that play beside the trainer; 0 plays in the trainer's own, which an environment that hangs would hold up."""
+    """Worker processes that play episodes. With 0, the trainer's process plays them, and an environment that hangs blocks the
+    run."""
     time_limit: float | None = Field(None, gt=0, le=86400)
-    """Seconds for one step, after which its worker is ended and replaced; null for no limit. Needs workers."""
+    """Time limit of a step in seconds; a worker that exceeds it is ended and replaced. Null: no limit. Needs workers."""
 
     @model_validator(mode="after")
     def _has_someone_to_end(self) -> Environment:

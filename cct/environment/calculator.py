@@ -22,7 +22,7 @@ WORKED = re.compile(r"[0-9][-+*][0-9](?:=([0-9]);?|\?)")  # a step, with the res
 
 @environments.register("calculator")
 class Calculator(Environment):
-    """Chain arithmetic (`task: chain_arithmetic`) in which a turn may end by asking for a step.
+    """Chain arithmetic (`task: chain_arithmetic`) with a calculator: a turn may end by asking for a step.
 
     `3+5?` is answered `8;`, modulo 10. A turn that ends with `#8` is the answer and ends the episode, anything else gets `!`.
     Steps may be worked before a call, in the same turn: `3+5=8;8-7?`. The reward is 1 for the right answer, less what the
@@ -30,15 +30,15 @@ class Calculator(Environment):
     """
 
     max_turns: int = Field(12, ge=1, le=1000)
-    """Turns: each call is one, and so is the answer."""
+    """Maximum number of turns; each call is one, and so is the answer."""
     call_cost: float = Field(0.01, ge=0, le=1)
-    """What each call takes off the reward."""
+    """Reward subtracted for each call."""
     call_rate: float = Field(0.4, ge=0, le=1)
     """How often the expert asks for a step."""
     noisy_operands: tuple[Annotated[int, Field(ge=0, le=9)], ...] = (3, 7)
-    """Right operands at which the expert errs, where it works the step itself."""
+    """Right operands at which the expert errs when it computes the step itself."""
     noise: float = Field(0.7, ge=0, le=1)
-    """How often it is wrong there (result + 1)."""
+    """How often the expert errs there (result + 1)."""
 
     def open(self, prompt: Prompt, seed: int) -> Episode:
         return _Sum(self, prompt)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @environments.register("gym_text")
 class GymText(Environment):
-    """A class of your own, written for SkyRL-gym as a BaseTextEnv, as it is.
+    """Your class, written for SkyRL-gym as a BaseTextEnv, without changes.
 
     It is made as SkyRL makes it, `MyEnv(env_config=..., extras=...)`: extras holds what the prompt's `meta` holds,
     `reward_spec` with the gold answer as `ground_truth`, and `max_turns`. `init(messages)` gets the prompt, and may return
@@ -27,13 +27,13 @@ class GymText(Environment):
     """
 
     env: ToolName
-    """The class: `./mine.py:MyEnv`, the file relative to the recipe that names it, or `package.module:MyEnv`."""
+    """The class: `./mine.py:MyEnv`, with the file relative to the recipe, or `package.module:MyEnv`."""
     arguments: dict[str, JsonValue] = {}
-    """What it gets as env_config; entries can be read as attributes too."""
+    """The class receives this as env_config; entries can also be read as attributes."""
     low: float = Field(0.0, ge=-1e6, le=1e6)
-    """Least total reward of an episode."""
+    """Lowest total reward of an episode."""
     high: float = Field(1.0, ge=-1e6, le=1e6)
-    """Greatest total reward of an episode."""
+    """Highest total reward of an episode."""
 
     @model_validator(mode="after")
     def _bounded(self) -> GymText:

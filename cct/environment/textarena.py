@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 @environments.register("textarena")
 class TextArena(Environment):
-    """Any game for one player of the library textarena; needs the extra `.[textarena]`.
+    """Any single-player game of the library textarena; needs the extra `.[textarena]`.
 
     `prompt.meta["seed"]` makes the level, which all episodes of a group share; what is drawn later differs between them.
     What the game says is the user's turn, and its reward comes with the last step.
     """
 
     game: str = Field(min_length=1, max_length=200)
-    """Its name in textarena, such as GuessTheNumber-v0."""
+    """The game's name in textarena, such as GuessTheNumber-v0."""
     max_turns: int = Field(50, ge=1, le=1000)
-    """Turns of the policy at most; the games' own limits end them before."""
+    """Maximum number of the policy's turns; a game's limit usually ends it earlier."""
     low: float = Field(-1.0, ge=-1e6, le=1e6)
-    """Least reward that the game gives."""
+    """Lowest reward that the game gives."""
     high: float = Field(1.0, ge=-1e6, le=1e6)
-    """Greatest reward that the game gives."""
+    """Highest reward that the game gives."""
     workers: int = Field(1, ge=0, le=256)
-    """Processes that play beside the trainer; 0 plays in the trainer's own, which a game that hangs would hold up."""
+    """Worker processes that play games. With 0, the trainer's process plays them, and a game that hangs blocks the run."""
 
     @model_validator(mode="after")
     def _bounded(self) -> TextArena:

@@ -23,19 +23,19 @@ ToolName = Annotated[str, Field(pattern=r"^(.+\.py|[A-Za-z_]\w*(\.\w+)*):[A-Za-z
 
 @environments.register("tools")
 class Tools(Environment):
-    """Python functions that the policy may call: a turn's calls are answered, and a turn without one is the answer.
+    """Python functions that the policy may call; a turn without a call is the answer.
 
     Needs a chat template that lists tools. The reward is 0 throughout; evidence judges the answer. What a function keeps
     between calls is shared by all episodes of a process: where that matters, write an environment.
     """
 
     tools: tuple[ToolName, ...] = Field(min_length=1, max_length=128)
-    """Functions with type hints and a docstring that describes each argument under `Args:`: `./my_tools.py:search`, the file
-    relative to the recipe that names it, or `package.module:function`."""
+    """Functions with type hints and a docstring that describes each argument under `Args:`: `./my_tools.py:search`, with the
+    file relative to the recipe, or `package.module:function`."""
     format: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"] = "auto"
-    """How the policy writes a call; auto takes what its chat template asks for."""
+    """How the policy writes a call; auto uses the format of its chat template."""
     max_characters: int = Field(8000, ge=16, le=10_000_000)
-    """Characters of a result at most; a longer one is cut, and says so."""
+    """Maximum number of characters of a result; a longer one is cut and ends with a note."""
 
     @cached_property
     def functions(self) -> dict[str, Callable[..., Any]]:

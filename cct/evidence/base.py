@@ -81,11 +81,11 @@ class Evidence(Component):
     weight: float = Field(1.0, ge=-1000, le=1000)
     """Factor in the weighted sum of all evidence."""
     on_error: Literal["fail", "zero", "drop"] = "fail"
-    """Where judging raises or takes too long: stop the run, count 0, or leave the response out of the update."""
+    """If judging raises or takes too long: stop the run, count 0, or leave the response out of the update."""
     workers: int = Field(0, ge=0, le=256)
-    """Processes that judge beside the trainer; 0 judges in the trainer's own, which a verifier that hangs would hold up."""
+    """Worker processes that judge. With 0, the trainer's process judges, and a verifier that hangs blocks the run."""
     time_limit: float | None = Field(None, gt=0, le=86400)
-    """Seconds for one response, after which its worker is ended and replaced; null for no limit. Needs workers."""
+    """Time limit for one response in seconds; a worker that exceeds it is ended and replaced. Null: no limit. Needs workers."""
 
     @model_validator(mode="after")
     def _has_someone_to_end(self) -> Evidence:

@@ -12,11 +12,11 @@ class FromEnvironment(Evidence):
     """The rewards that the environment gave, each at the last token of its turn."""
 
     component: str | None = None
-    """Name of the reward that counts, where the environment names several; null for their sum."""
+    """Name of the reward to use, if the environment names several; null for their sum."""
     low: float = Field(0.0, ge=-1e6, le=1e6)
-    """Least total of an episode."""
+    """Lowest total of an episode."""
     high: float = Field(1.0, ge=-1e6, le=1e6)
-    """Greatest total of an episode."""
+    """Highest total of an episode."""
 
     @model_validator(mode="after")
     def _ordered(self) -> FromEnvironment:

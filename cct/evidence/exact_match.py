@@ -16,7 +16,7 @@ _DECIMAL = re.compile(r"^([-+]?(?:0|[1-9]\d*))(?:\.0+|(\.\d*[1-9])0+)$")
 
 @evidences.register("exact_match")
 class ExactMatch(Evidence):
-    """1 where the extracted answer equals the gold answer, else 0; zeros that end a decimal do not count, `6.0` is `6`."""
+    """1 if the extracted answer equals the gold answer, else 0; trailing zeros of a decimal are ignored, so `6.0` is `6`."""
 
     pattern: Pattern = Field(r"#\s*(\S+)\s*$", min_length=1)
     """Regular expression; the first group of its last match is the answer (the whole match if it has no group)."""

@@ -54,20 +54,20 @@ _TINY, _CLOSE = 1e-2, 1e-5
 
 @evidences.register("math_verify")
 class MathVerify(Evidence):
-    r"""1 where the response's answer equals the gold answer as mathematics, else 0; needs the extra `.[math]`.
+    r"""1 if the response's answer is mathematically equal to the gold answer, else 0; needs the extra `.[math]`.
 
     The answer is the content of the last complete `\boxed{}`, or of the last ones where only commas or "and" stand between
     them; in a response without a box it is what math-verify finds in the text.
     """
 
     require: Literal["box"] | None = None
-    r"""`box`: a response without a complete `\boxed{}` gets 0; null takes a number or formula of the text in its place."""
+    r"""`box`: a response without a complete `\boxed{}` gets 0. Null uses a number or formula from the text instead."""
     on_error: Literal["fail", "zero", "drop"] = "zero"
-    """Where judging raises or takes too long, as wrong answers can make it: stop the run, count 0, or drop the response."""
+    """If judging raises or takes too long, which a wrong answer can cause: stop the run, count 0, or drop the response."""
     workers: int = Field(2, ge=0, le=256)
-    """Processes that judge beside the trainer; 0 judges in the trainer's own and needs `time_limit: null`."""
+    """Worker processes that judge; 0 judges in the trainer's process and needs `time_limit: null`."""
     time_limit: float | None = Field(10.0, gt=0, le=86400)
-    """Seconds for one response, after which its worker is ended and replaced; null for no limit."""
+    """Time limit for one response in seconds; a worker that exceeds it is ended and replaced. Null: no limit."""
 
     def ready(self) -> None:
         optional("math_verify", "math")

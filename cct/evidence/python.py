@@ -18,21 +18,21 @@ from .base import Evidence, Verdict, evidences, plain
 
 @evidences.register("python")
 class PythonFunction(Evidence):
-    """What a function of your own, f(prompt, response), returns: a score, one reward per emitted token, or None to abstain."""
+    """What your function f(prompt, response) returns: a score, one reward per emitted token, or None to abstain."""
 
     path: Path
-    """Python file, relative to the recipe that names it."""
+    """Python file, relative to the recipe."""
     function: str = Field("score", min_length=1)
-    """Its name there. It gets a cct.rollout.Prompt and a cct.rollout.Response, and the iteration where it has a parameter of
-    that name."""
+    """Name of the function in the file. It receives a cct.rollout.Prompt and a cct.rollout.Response, and the iteration if it
+    has a parameter of that name."""
     low: float = Field(0.0, ge=-1e6, le=1e6)
-    """Least total it gives a response."""
+    """Lowest total of a response."""
     high: float = Field(1.0, ge=-1e6, le=1e6)
-    """Greatest total it gives a response. Bounded critics rely on both; a total outside is an error."""
+    """Highest total of a response. Bounded critics rely on both bounds; a total outside is an error."""
     workers: int = Field(2, ge=0, le=256)
-    """Processes that judge beside the trainer; 0 judges in the trainer's own and needs `time_limit: null`."""
+    """Worker processes that judge; 0 judges in the trainer's process and needs `time_limit: null`."""
     time_limit: float | None = Field(10.0, gt=0, le=86400)
-    """Seconds for one response, after which its worker is ended and replaced; null for no limit."""
+    """Time limit for one response in seconds; a worker that exceeds it is ended and replaced. Null: no limit."""
 
     _iteration: int = PrivateAttr(0)
 

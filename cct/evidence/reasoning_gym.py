@@ -16,10 +16,10 @@ from .base import Evidence, evidences
 
 @evidences.register("reasoning_gym")
 class ReasoningGymScore(Evidence):
-    """What reasoning-gym's own scorer gives the answer, for problems of the task reasoning_gym."""
+    """The score of reasoning-gym's scorer, for problems of the task reasoning_gym."""
 
     pattern: Pattern | None = None
-    """Regular expression; the first group of its last match is the answer; null takes the whole response, stripped."""
+    """Regular expression; the first group of its last match is the answer. Null uses the whole response, stripped."""
     partial: bool = True
     """Keep scores between 0 and 1; false counts anything below 1 as 0."""
 

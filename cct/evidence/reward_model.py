@@ -16,7 +16,7 @@ from .base import Evidence, Failure, Verdict, evidences
 
 @evidences.register("reward_model")
 class RewardModel(Evidence):
-    """The score of a sequence classifier of transformers, from a local folder or a hub, in batches."""
+    """The score of a sequence classifier of transformers, from a local folder or the hub, in batches."""
 
     path: str = Field(min_length=1)
     """Folder, or name on the hub."""
@@ -27,13 +27,13 @@ class RewardModel(Evidence):
     squash: Literal["none", "sigmoid"] = "none"
     """Whether the output goes through a sigmoid first."""
     low: float = Field(0.0, ge=-1e6, le=1e6)
-    """Least score; bounded critics rely on it, so lower ones are raised to it."""
+    """Lowest score; lower ones are raised to it, because bounded critics rely on it."""
     high: float = Field(1.0, ge=-1e6, le=1e6)
-    """Greatest score; higher ones are lowered to it."""
+    """Highest score; higher ones are lowered to it."""
     batch_size: int = Field(16, ge=1)
     """Responses in one forward."""
     max_length: int = Field(2048, ge=2)
-    """Tokens read of prompt and response together; what is longer loses its beginning."""
+    """Maximum number of tokens of prompt plus response; a longer text loses its beginning."""
     join: Literal["plain", "chat"] = "plain"
     """How prompt and response become one text: one after the other, or as two turns in the model's chat template."""
     workers: int = Field(0, ge=0, le=0)

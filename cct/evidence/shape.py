@@ -14,10 +14,10 @@ from .base import Evidence, evidences
 
 @evidences.register("format")
 class Format(Evidence):
-    """1 where the response has the form of a regular expression, else 0."""
+    """1 if the response matches a regular expression, else 0."""
 
     pattern: Pattern = Field(min_length=1)
-    """Regular expression; `(?s)` at its beginning lets a dot stand for a newline too."""
+    """Regular expression; `(?s)` at its beginning lets a dot also match a newline."""
     match: Literal["full", "contains"] = "full"
     """Whether the whole response must match, or a part of it."""
 
@@ -27,12 +27,12 @@ class Format(Evidence):
 
 @evidences.register("length")
 class Length(Evidence):
-    """The soft overlong penalty of DAPO: 0 up to a length, from there down to -1."""
+    """The soft overlong penalty of DAPO: 0 up to a length, then falling to -1."""
 
     max_tokens: int = Field(ge=1)
-    """Length at which the penalty is -1; as a rule generation.max_new_tokens."""
+    """Length at which the penalty is -1; usually generation.max_new_tokens."""
     buffer: int = Field(ge=0)
-    """Tokens over which it falls from 0 to -1, the last ones before max_tokens; 0 for a sharp edge after it."""
+    """The penalty falls from 0 to -1 over this many tokens before max_tokens; 0 makes a sharp edge after it."""
 
     @model_validator(mode="after")
     def _fits(self) -> Length:

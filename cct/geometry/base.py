@@ -24,35 +24,36 @@ class Geometry(Component):
     """Of the grain sequence: the geometry nearest to it that keeps tokens."""
 
     aggregation: Aggregation = "token_mean"
-    """Mean over all tokens, over responses of their means, or sums over responses divided by `constant`. An episode of several
-    rows is one response."""
+    """token_mean: mean over all tokens. sequence_mean: mean over responses of their token means. sequence_sum_over_constant:
+    mean over responses of their token sums divided by `constant`. An episode of several rows is one response."""
     constant: float = Field(1024.0, gt=0)
     """Divisor per response of `sequence_sum_over_constant`, usually the length limit."""
     ratio_to: Literal["trainer", "engine"] = "trainer"
-    """The old policy of the ratio: as the trainer's forward reads it, so that the ratio starts at 1, or as the engine sampled
-    from it, so that the ratio also corrects the engine, and clipping cuts what the two engines disagree on. Then a recipe
-    without critic, gate or reference model needs no forward before the update."""
+    """Old log-probabilities in the ratio. trainer: from the trainer's forward, so the ratio starts at 1. engine: as sampled, so
+    the ratio also corrects for the engine, and clipping also acts where trainer and engine disagree; a recipe without critic,
+    gate or reference model then needs no forward before the update."""
     correction: Literal["none", "truncate", "mask"] = "none"
-    """Weigh the policy's term of the loss by trainer's over engine's probability of what was sampled: capped at the bound, or 0
-    outside [1 / bound, bound] (Yao et al. 2025, truncated importance sampling). It corrects the engine, not the policy's own
-    change. The KL in the loss keeps its weight, as in verl and TRL."""
+    """Weight the policy term of the loss by the ratio of the trainer's to the engine's probability of what was sampled.
+    truncate: the ratio, capped at the bound (Yao et al. 2025, truncated importance sampling). mask: 0 outside [1 / bound,
+    bound]. The weight corrects for the engine, not for the policy's change. The KL in the loss keeps its weight, as in verl and
+    TRL."""
     correction_level: Literal["token", "sequence"] = "token"
-    """Whether each token has its own weight, or each response that of all its tokens together. An episode of several rows has
-    one for each row: what one forward computes."""
+    """token: one weight per token. sequence: one weight per response, from all its tokens. An episode of several rows has one
+    weight per row, since a forward sees one row."""
     correction_bound: float = Field(2.0, gt=1, le=1000)
-    """Greatest weight."""
+    """Upper bound on the weight."""
     kl_coef: float = Field(0.0, ge=0, le=100)
-    """Weight of the KL to the starting policy in the loss; 0 keeps no reference model."""
+    """Weight of the KL to the starting policy in the loss; with 0, no reference model is kept for it."""
     kl_in_reward: float = Field(0.0, ge=0, le=100)
-    """Weight of the KL to the starting policy as each token's cost, taken off the rewards before the transport; needs no
-    `kl_coef`, which would count it twice. Returns then leave the range of the evidence, so a critic's output must be scalar."""
+    """Weight of the KL to the starting policy as a cost per token, subtracted from the rewards before the transport. `kl_coef`
+    must be 0, or the KL would count twice. Returns leave the range of the evidence, so a critic's output must be scalar."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Per-token estimate of the KL (Schulman, "Approximating KL divergence"); null is k3 in the loss and k1 in rewards, the
-    one whose policy gradient is that of the KL. k2 and k3 in rewards, and the plain gradients of k1 and k3, are biased."""
+    """Per-token estimate of the KL (Schulman, "Approximating KL divergence"); null is k3 in the loss, and k1 in rewards, where
+    its policy gradient is that of the KL. k2 and k3 in rewards, and the plain gradients of k1 and k3, are biased."""
     kl_gradient: Literal["plain", "k2", "importance"] = "plain"
-    """Of the KL in the loss. plain: of the estimator as it is (GRPO); that of k1 is 0 on average, that of k3 the forward KL's.
-    k2: the estimator's value with the gradient of k2, right on policy. importance: of ratio times estimator, right off policy
-    as well for k1 and k3 (DeepSeek-V3.2)."""
+    """Gradient of the KL in the loss. plain: the estimator's own (GRPO); for k1 it is 0 on average, for k3 it is the forward
+    KL's. k2: the estimator's value with the gradient of k2, correct on policy. importance: the gradient of ratio times
+    estimator, correct off policy too for k1 and k3 (DeepSeek-V3.2)."""
 
     @property
     def unread(self) -> dict[str, str]:

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @geometries.register("clip_cov")
 class ClipCov(Geometry):
-    """PPO's clip, and no gradient for a few tokens drawn from those of high covariance (Cui et al. 2025)."""
+    """PPO's clip, without a gradient for a few tokens drawn from those of high covariance (Cui et al. 2025)."""
 
     share: float = Field(2e-4, gt=0, le=1)
-    """Part of the minibatch's tokens that is held back; at least one token, where one is in the range."""
+    """Share of the minibatch's tokens that get no gradient; at least one token, if any is in the range."""
     covariance_low: float = Field(1.0, ge=0)
-    """Least covariance of a token that may be held back. In units of the advantage: for whitened ones."""
+    """Lowest covariance of a token that may be held back, in units of the advantage; the default suits whitened advantages."""
     covariance_high: float = Field(5.0, gt=0)
-    """Greatest covariance of a token that may be held back."""
+    """Highest covariance of a token that may be held back."""
     clip_low: float = Field(0.2, ge=0, le=1)
-    """As PPO's."""
+    """As in `ppo_clip`."""
     clip_high: float = Field(0.2, ge=0, le=10)
-    """As PPO's."""
+    """As in `ppo_clip`."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ClipCov:
@@ -62,7 +62,7 @@ class KLCov(Geometry):
     """
 
     share: float = Field(2e-4, gt=0, le=1)
-    """Part of the minibatch's tokens that pays; at least one token, where one has a covariance above 0."""
+    """Share of the minibatch's tokens with a KL penalty; at least one token, if any has a covariance above 0."""
     coef: float = Field(1.0, ge=0, le=1000)
     """Weight of |log ratio| on those tokens."""
 

@@ -21,11 +21,11 @@ class PPOClip(Geometry):
     """
 
     clip_low: float = Field(0.2, ge=0, le=1)
-    """The ratio counts no lower than 1 - clip_low where the advantage is negative."""
+    """With a negative advantage, the ratio counts no lower than 1 - clip_low."""
     clip_high: float = Field(0.2, ge=0, le=10)
-    """The ratio counts no higher than 1 + clip_high where the advantage is positive; clip-higher is 0.28 (DAPO)."""
+    """With a positive advantage, the ratio counts no higher than 1 + clip_high; clip-higher is 0.28 (DAPO)."""
     dual_clip: float | None = Field(None, gt=1, le=100)
-    """Bound on the ratio where the advantage is negative (Ye et al. 2020); null for none."""
+    """Bound on the ratio with a negative advantage (Ye et al. 2020); null for none."""
 
     @property
     def claims(self) -> frozenset[str]:

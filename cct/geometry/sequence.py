@@ -22,7 +22,7 @@ class _OfResponses(Geometry):
     """One ratio for a whole response."""
 
     aggregation: Aggregation = "sequence_mean"
-    """The source weighs responses equally, `sequence_mean`; `token_mean` weighs them by length."""
+    """The source weights responses equally (`sequence_mean`); `token_mean` weights them by length."""
 
     @property
     def weighs(self) -> RatioScope:
@@ -33,9 +33,9 @@ class _GSPO(_OfResponses):
     """What GSPO and its token variant share."""
 
     clip_low: float = Field(3e-4, ge=0, le=1)
-    """The ratio counts no lower than 1 - clip_low where the advantage is negative. PPO's 0.2 would never clip."""
+    """With a negative advantage, the ratio counts no lower than 1 - clip_low. PPO's 0.2 would never clip."""
     clip_high: float = Field(4e-4, ge=0, le=10)
-    """The ratio counts no higher than 1 + clip_high where the advantage is positive."""
+    """With a positive advantage, the ratio counts no higher than 1 + clip_high."""
 
 
 @geometries.register("gspo")
@@ -55,7 +55,7 @@ class GSPO(_GSPO):
 
 @geometries.register("gspo_token")
 class GSPOToken(_GSPO):
-    """GSPO whose tokens keep advantages of their own: the response's ratio in value, the token's in gradient."""
+    """GSPO with an advantage per token: the value of the response's ratio, the gradient of the token's."""
 
     def surrogate(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
@@ -73,9 +73,9 @@ class GMPO(_OfResponses):
     token_form: ClassVar[str] = "gspo_token"
 
     clip_low: float = Field(0.4, ge=0, le=20)
-    """Where the advantage is negative, a token's log-ratio counts no lower than minus this. Of the logarithm, unlike PPO's."""
+    """With a negative advantage, a token's log-ratio counts no lower than minus this. It bounds the logarithm, unlike PPO's."""
     clip_high: float = Field(0.4, ge=0, le=20)
-    """Where the advantage is positive, a token's log-ratio counts no higher than this."""
+    """With a positive advantage, a token's log-ratio counts no higher than this."""
 
     def surrogate(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None

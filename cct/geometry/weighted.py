@@ -36,7 +36,7 @@ class PolicyGradient(Geometry):
 
 @geometries.register("cispo")
 class CISPO(Geometry):
-    """Policy gradient weighed by a clipped, detached ratio, so that no token loses its gradient (MiniMax-M1, 2025)."""
+    """Policy gradient weighted by a clipped, detached ratio, so that no token loses its gradient (MiniMax-M1, 2025)."""
 
     clip_low: float = Field(1.0, ge=0, le=1)
     """The weight is no lower than 1 - clip_low; 1 is no bound."""
@@ -53,15 +53,15 @@ class CISPO(Geometry):
 
 @geometries.register("sapo")
 class SAPO(Geometry):
-    """A sigmoid of the ratio in place of clipping (Gao et al. 2025)."""
+    """A sigmoid of the ratio instead of clipping (Gao et al. 2025)."""
 
     aggregation: Aggregation = "sequence_mean"
-    """The source weighs responses equally, `sequence_mean`; `token_mean` weighs them by length."""
+    """The source weights responses equally (`sequence_mean`); `token_mean` weights them by length."""
 
     tau_positive: float = Field(1.0, gt=0, le=100)
-    """Steepness where the advantage is positive: the greater, the sooner a token that has moved stops to count."""
+    """Steepness for a positive advantage: the larger, the sooner a token that has moved stops counting."""
     tau_negative: float = Field(1.05, gt=0, le=100)
-    """Steepness elsewhere; a little greater, since pushing a token down lifts many others."""
+    """Steepness for other advantages; slightly larger, since pushing a token down raises many others."""
 
     def surrogate(
         self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
@@ -78,10 +78,10 @@ class TOPR(Geometry):
     """Tapered off-policy REINFORCE (Le Roux et al. 2025): good tokens in full, bad ones by a ratio of at most 1."""
 
     level: Literal["sequence", "token"] = "sequence"
-    """Whose ratio weighs a bad token: the whole response's, as the source has it, or the token's own. Of an episode of several
+    """The ratio that weights a bad token: the whole response's, as in the source, or the token's own. In an episode of several
     rows, the row's."""
     bound: float = Field(1.0, gt=0, le=100)
-    """Greatest weight of a token with a negative advantage."""
+    """Upper bound on the weight of a token with a negative advantage."""
 
     @property
     def weighs(self) -> RatioScope:
@@ -97,14 +97,14 @@ class TOPR(Geometry):
 
 @geometries.register("dppo")
 class DPPO(Geometry):
-    """Divergence PPO (Qi et al. 2026): a token stops to count where its probability, not its ratio, has moved too far."""
+    """Divergence PPO (Qi et al. 2026): a token stops counting once its probability, not its ratio, has moved too far."""
 
     divergence: Literal["tv", "kl"] = "tv"
-    """Between the old and new chance of the sampled token against all others: total variation, or KL(old || new)."""
+    """Divergence of the distribution over two outcomes, the sampled token or any other: total variation, or KL(old || new)."""
     bound: float | None = Field(None, gt=0, le=100)
-    """Greatest divergence; null is 0.15 for tv and 0.05 for kl."""
+    """Largest divergence at which a token counts; null is 0.15 for tv and 0.05 for kl."""
     ratio_bound: float = Field(20.0, ge=1, le=1e6)
-    """Greatest weight of a token that counts."""
+    """Upper bound on the weight of a token that counts."""
 
     @property
     def waives(self) -> dict[str, str]:

@@ -63,7 +63,7 @@ class Policy(Component):
     warm_start: WarmStart | None = None
     """Supervised start on the task's demonstrations; null for none."""
     lora: LoRA | None = None
-    """Train low-rank adapters instead of the weights; needs the extra `.[lora]`; null for all weights."""
+    """Train low-rank adapters instead of all weights; needs the extra `.[lora]`. Null trains all weights."""
 
     @property
     def needs(self) -> frozenset[str]:

@@ -20,7 +20,7 @@ class Transformers(Generation):
 
 @engines.register("auto")
 class Auto(VLLM):
-    """vLLM where it is installed and there is a GPU, else transformers, which is the faster one for toys on a CPU."""
+    """vLLM if it is installed and there is a GPU, otherwise transformers, which is faster for toy models on a CPU."""
 
     def ready(self) -> None:
         """Nothing: one of the two is always there."""

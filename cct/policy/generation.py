@@ -24,16 +24,16 @@ class Generation(Component):
     max_new_tokens: int = Field(64, ge=1, le=131_072)
     """Length limit of a response, in tokens."""
     temperature: float = Field(1.0, gt=0, le=10)
-    """Of sampling; the trainer's log-probabilities are taken at the same one. Evaluation is greedy."""
+    """Sampling temperature; the trainer's log-probabilities use the same one. Evaluation is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the fewest tokens that hold this much probability; below 1 needs `geometry.correction`."""
+    """Sample from the smallest set of tokens with this much probability; a value below 1 needs `geometry.correction`."""
     top_k: int = Field(0, ge=0)
-    """Sample from so many of the likeliest tokens; 0 for all of them, anything else needs `geometry.correction`."""
+    """Sample from this many of the likeliest tokens; 0 for all. Any other value needs `geometry.correction`."""
     stop: tuple[str, ...] = ()
-    """Texts that end a response, as its end token does; they stay part of it."""
+    """Texts that end a response, as an end token does; they remain part of it."""
     overlong: Literal["fail", "drop"] = "fail"
-    """Prompts that leave no room for `max_new_tokens` in the model's positions or the engine's `max_length`: fail refuses them
-    before the run; drop leaves them out, another one taking the place in training. Both say how many."""
+    """What to do with prompts that leave no room for `max_new_tokens` in the model's positions or the engine's `max_length`.
+    fail: refuse them before the run. drop: leave them out, and replace them in training. Both report how many."""
     batch_size: int = Field(256, ge=1)
     """Sequences decoded at once."""
 

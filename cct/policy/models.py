@@ -42,7 +42,7 @@ class Scratch(Policy):
     max_length: int = Field(512, ge=8)
     """Positions."""
     alphabet: str = ""
-    """Characters of the tokenizer; empty takes the task's."""
+    """Characters of the tokenizer; empty uses the task's."""
 
     @model_validator(mode="after")
     def _divides(self) -> Scratch:
@@ -125,17 +125,18 @@ class Pretrained(Policy):
     gguf_file: str | None = Field(None, pattern=r"\.gguf$")
     """GGUF file inside `path`; needs the extra `.[gguf]`. Its weights are unpacked to `dtype`."""
     dtype: Literal["float32", "bfloat16", "auto"] = "float32"
-    """Of the trained weights; auto is the checkpoint's own. In bfloat16 an AdamW update below 1/256 of a weight is lost;
-    `training.precision: bf16` computes in it and keeps float32 weights."""
+    """Type of the trained weights; auto is the checkpoint's type. In bfloat16, an AdamW update below 1/256 of a weight is lost;
+    `training.precision: bf16` computes in bfloat16 and keeps float32 weights."""
     chat: Literal["auto", "always", "never"] = "auto"
-    """Whether prompts go through the tokenizer's chat template: auto where it has one, always is an error where not."""
+    """Whether prompts go through the tokenizer's chat template. auto: if it has one. always: a tokenizer without one is an
+    error."""
     system: str | None = None
-    """System message before every prompt that brings none, through the chat template."""
+    """System message, through the chat template, for prompts that do not have one."""
     chat_options: dict[str, bool | int | float | str] = {}
     """Further variables of the chat template, for example {enable_thinking: false}."""
     response_prefix: str = ""
-    """Text at the end of every prompt that is the beginning of the response, for example "<think>\\n" where the chat template
-    opens it: evidence sees it in front of what was sampled. A prompt that does not end in it is an error."""
+    """Text at the end of every prompt that belongs to the response, for example "<think>\\n" if the chat template opens it.
+    Evidence sees it in front of what was sampled. A prompt that does not end in it is an error."""
 
     @model_validator(mode="after")
     def _fits(self) -> Pretrained:

@@ -28,25 +28,25 @@ DEFAULT_CPU_CACHE_GB = 1.0
 
 @engines.register("vllm")
 class VLLM(Generation):
-    """vLLM beside the trainer, one engine per process, its weights renewed and probed after every update."""
+    """vLLM beside the trainer, one engine per process; its weights are updated and probed after every update of the policy."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the engine's weights; auto is bfloat16 on a GPU and float32 on a CPU."""
+    """Type of the engine's weights; auto is bfloat16 on a GPU and float32 on a CPU."""
     max_length: int | None = Field(None, ge=2)
-    """Longest prompt with response, in tokens; null takes the model's own limit."""
+    """Maximum length of prompt plus response, in tokens; null uses the model's limit."""
     memory_fraction: float = Field(0.4, gt=0, le=1)
     """Share of a GPU's memory for the engine's weights and KV cache."""
     kv_cache_gb: float | None = Field(None, gt=0)
-    """KV cache in GiB, in place of what `memory_fraction` leaves; on a CPU null is 1."""
+    """KV cache in GiB, instead of what `memory_fraction` leaves; null is 1 on a CPU."""
     tensor_parallel: int = Field(1, ge=1)
-    """Processes, each with its GPU, that share one engine; divides their number."""
+    """Number of processes, each with its GPU, that share one engine; must divide the number of all processes."""
     eager: bool = False
-    """Leave CUDA graphs away: slower, starts sooner. A CPU has none."""
+    """Do not use CUDA graphs: slower, but starts sooner. No effect on a CPU."""
     sleep: bool = True
-    """Give the engine's GPU memory back while training."""
+    """Free the engine's GPU memory while training."""
     probe_tolerance: float | None = Field(None, gt=0)
-    """Greatest mean difference of log-probabilities between trainer and engine after a renewal, in nats; null is 1e-4 for a
-    float32 engine, 0.05 for a bfloat16 one."""
+    """Largest allowed mean difference of log-probabilities between trainer and engine after a weight update, in nats; null is
+    1e-4 for a float32 engine, 0.05 for a bfloat16 one."""
 
     def limit(self, positions: int | None) -> tuple[int, str] | None:
         if self.max_length is None or (positions is not None and positions <= self.max_length):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @statistics.register("concentration")
 class Concentration(LayerStatistic):
-    """How concentrated the attention of the query that emits token t is, averaged over heads and layers.
+    """Concentration of the attention of the query that emits token t, averaged over heads and layers.
 
     1 - H(p) / log n over the n visible keys for the two entropies; the largest p itself for `max`.
     """
@@ -98,13 +98,13 @@ class Preplan(LayerStatistic):
 
 @statistics.register("anchor")
 class Anchor(LayerStatistic):
-    """Mean attention that the tokens `near` to `far` after token t pay to it; 0 where none is left.
+    """Mean attention to token t of the tokens `near` to `far` after it; 0 if there are none.
 
     Cost: as `preplan`.
     """
 
     near: int = Field(4, ge=1, le=1_000_000)
-    """Nearest later token that counts; closer ones attend to token t for being close."""
+    """Nearest later token that counts; closer ones attend to token t because it is close."""
     far: int = Field(64, ge=1, le=1_000_000)
     """Farthest later token that counts."""
 

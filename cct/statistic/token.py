@@ -40,7 +40,7 @@ class TokenLogprob(Statistic):
 
 @statistics.register("hidden_change")
 class HiddenChange(LayerStatistic):
-    """Distance of the hidden state that emits token t from the one before, mean over layers; 0 where there is none before."""
+    """Distance of the hidden state that emits token t from the one before, mean over layers; 0 if there is none before."""
 
     distance: Literal["cosine", "relative"] = "cosine"
     """1 - cosine, or the norm of the difference over the norm of the earlier state."""

@@ -26,7 +26,7 @@ class ChainArithmetic(Task):
     steps: int = Field(8, ge=1, le=64)
     """Operations in a problem."""
     operators: str = Field("+-", pattern=r"^[-+*]+$")
-    """Operations drawn from. Multiplication forgets errors, which leaves a critic less to explain."""
+    """Operations to draw from. Multiplication can erase earlier errors, which leaves a critic less to explain."""
     noisy_operands: tuple[Annotated[int, Field(ge=0, le=9)], ...] = (3, 7)
     """Right operands for which the expert errs."""
     noise: float = Field(0.7, ge=0, le=1)

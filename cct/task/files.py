@@ -22,7 +22,7 @@ class Files(Table):
     """A file of training problems and one of evaluation problems."""
 
     preset: Layout | None = None
-    """Layout of another framework's data, which sets prompt_field and answer_field; keys given beside it win."""
+    """Another framework's layout, which sets prompt_field and answer_field. Keys that are set explicitly take precedence."""
     path: Path
     """Training problems."""
     held_out_path: Path

@@ -64,18 +64,18 @@ class Datasets(Table):
 
     presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS | LAYOUTS
     preset: Layout | Literal["gsm8k", "math", "deepmath", "math500", "aime24", "aime25"] | None = None
-    """Well-known set whose path, splits, fields and prompt are taken, or the layout of another framework's data; keys given
-    beside it win."""
+    """Well-known data set, which sets path, splits, fields and prompt, or another framework's layout. Keys that are set
+    explicitly take precedence."""
     path: str = Field(min_length=1)
-    """Name on the hub, a folder written by `save_to_disk` or of data files, or one .jsonl, .json, .csv or .parquet file."""
+    """Name on the hub, folder that `save_to_disk` wrote, folder of data files, or one .jsonl, .json, .csv or .parquet file."""
     name: str | None = None
-    """Configuration of the set, where it has several."""
+    """Configuration of the data set, if it has several."""
     split: str | None = "train"
-    """Training problems; a slice is written `train[400:]`. Null for sets that are for evaluation only."""
+    """Training problems; a slice is written `train[400:]`. Null for evaluation-only sets."""
     held_out_split: str = "test"
     """Evaluation problems."""
     limit: int | None = Field(None, ge=1)
-    """At most so many training problems, the first ones."""
+    """Maximum number of training problems; the first ones are used."""
 
     @property
     def sources(self) -> tuple[str, str]:

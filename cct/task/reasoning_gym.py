@@ -40,17 +40,17 @@ class ReasoningGym(Task):
     """Any of reasoning-gym's data sets, or a weighted mixture; needs the extra `.[reasoning-gym]`."""
 
     name: str | None = None
-    """One data set, where there is no mixture."""
+    """The data set, unless `datasets` gives a mixture."""
     config: dict[str, JsonValue] = {}
-    """Settings of that one."""
+    """Settings of that data set."""
     datasets: tuple[Kind, ...] = ()
     """A mixture: entries {name, weight, config}."""
     template: str = "{question}"
-    """Text of the prompt around {question}; a brace itself is written twice."""
+    """Text of the prompt around {question}; write a literal brace twice."""
     held_out_size: int = Field(200, ge=1, le=10_000)
-    """Problems kept for evaluation and never trained on; fewer where the data sets have fewer."""
+    """Problems kept for evaluation and never trained on; fewer if the data sets have fewer."""
     noise: float = Field(0.0, ge=0, le=1)
-    """How often the expert that demonstrates stops one character before the end of its answer."""
+    """How often the demonstrating expert stops one character before the end of its answer."""
 
     @field_validator("template")
     @classmethod

@@ -11,7 +11,7 @@ from .base import Task, tasks
 
 @tasks.register("seeds")
 class Seeds(Task):
-    """Seeds in place of questions, for an environment that makes its own starts from `prompt.meta["seed"]`."""
+    """Seeds instead of questions, for an environment that creates its starts from `prompt.meta["seed"]`."""
 
     held_out_size: int = Field(200, ge=1, le=10_000)
     """Seeds kept for evaluation, 0 to held_out_size - 1, and never trained on."""

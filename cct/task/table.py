@@ -36,19 +36,20 @@ class Table(Task):
     """Knobs by the name of a preset."""
 
     prompt_field: str | tuple[str, ...] = "prompt"
-    """Field that holds the prompt, a text or a list of messages {role, content}; of several names the first that a row has. A
-    field inside of another is `outer.inner`."""
+    """Field with the prompt: text or a list of messages {role, content}. With several names, the first one that a row has. A
+    nested field is `outer.inner`."""
     answer_field: str | tuple[str, ...] = "answer"
-    """Field that holds the gold answer, named likewise; of a list of messages it is the last one, which is the assistant's."""
+    """Field with the gold answer, named in the same way. In a list of messages, the answer is the last one, which must be the
+    assistant's."""
     template: str | None = None
-    """Text of the prompt, with fields in braces: `{question} Use \\boxed{{}}.`, `{extra.question}` for one inside of another;
-    null takes the prompt field as it is."""
+    """Text of the prompt, with fields in braces: `{question} Use \\boxed{{}}.`, `{extra.question}` for a nested one. Null uses
+    the prompt field as it is."""
     answer_pattern: Pattern | None = None
-    """Regular expression; the first group of its last match in the answer field is the gold answer; null takes the field."""
+    """Regular expression; the first group of its last match in the answer field is the gold answer. Null: the whole field."""
     held_out_limit: int = Field(400, ge=1)
-    """At most so many evaluation problems, the first ones."""
+    """Maximum number of evaluation problems; the first ones are used."""
     on_overlap: Literal["fail", "drop"] = "fail"
-    """Where training problems are evaluation problems too: refuse, or leave them out of training."""
+    """If training problems are also evaluation problems: refuse the recipe, or leave them out of training."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""`cct ls --markdown`: every part that comes with cct, from its docstrings."""
+"""`cct ls --markdown`: every built-in part, from its docstrings."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cct.registry import REGISTRIES, Component
 
 HEAD = """# Every part
 
-Made from the docstrings by `cct ls --markdown > docs/catalogue.md`; a test compares the two. `cct ls AXIS` prints the same
-on a terminal, plug-ins included. Knobs that every part of an axis has stand once, above its table,
-and again where a part's default is another.
+Generated from the docstrings by `cct ls --markdown > docs/catalogue.md`; a test compares the two. `cct ls AXIS` prints the
+same in a terminal, including plug-ins. Knobs that all parts of an axis share are listed once, above its table, and again for
+a part whose default differs.
 """
 
 
 def catalogue(axes: Sequence[str]) -> str:
-    """The page, of the parts that come with cct."""
+    """The page of all built-in parts."""
     return "\n".join([HEAD, *(_axis(axis) for axis in axes)])
 
 
@@ -29,7 +29,7 @@ def _axis(axis: str) -> str:
     shared = list(registry.base.model_fields)
     lines = [f"## {axis}", ""]
     if shared:
-        lines += ["Every one has:", "", *(f"- {_knob(registry.base, knob)}" for knob in shared), ""]
+        lines += ["All of them have:", "", *(f"- {_knob(registry.base, knob)}" for knob in shared), ""]
     lines += ["| name | what it is | knobs |", "|---|---|---|"]
     for cls in own:
         knobs = [_knob(cls, knob) for knob in cls.model_fields if knob not in shared or _differs(cls, registry.base, knob)]
@@ -42,12 +42,12 @@ def _differs(cls: type[Component], base: type[Component], knob: str) -> bool:
 
 
 def default_of(field: FieldInfo) -> str:
-    """A knob's default as a recipe would have it, on one line; `required` where it has none."""
+    """A knob's default as written in a recipe, on one line; `required` if it has none."""
     return "required" if field.is_required() else _shown(field.get_default(call_default_factory=True))
 
 
 def _shown(value: object) -> str:
-    """A value as a recipe would have it: parts by their names, texts quoted where they would not be seen."""
+    """A value as written in a recipe: parts by name, texts quoted if they would be invisible."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_shown, value))}]"
     if isinstance(value, Component):

@@ -143,7 +143,7 @@ from cct.tools.conformance import check
 
 @pytest.mark.parametrize("verdict", check(STATISTIC), ids=lambda verdict: verdict.property)
 def test_it_conforms(verdict):
-    assert verdict.outcome != "FAILED", f"{{verdict.says}}: {{verdict.why}}\n{{verdict.example}}"
+    assert verdict.outcome != "FAILED", f"{{verdict.says}}: {{verdict.why}}\\n{{verdict.example}}"
 
 
 def test_the_two_likeliest_tokens_count():
@@ -269,7 +269,7 @@ def new_part(axis: str, name: str, folder: Path) -> list[Path]:
         if (folder / file).exists():
             raise RecipeError(f"{folder / file} exists already; nothing was written")
     if name.startswith("test_") or name == "conftest" or importlib.util.find_spec(name) is not None:
-        raise RecipeError(f"'{name}' is a module that pytest or Python would import in its place; choose another name")
+        raise RecipeError(f"'{name}' is a module that pytest or Python would import instead; choose another name")
     try:
         for file, text in texts.items():
             write_text(folder / file, text.format(name=name, cls=cls))

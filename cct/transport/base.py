@@ -134,7 +134,7 @@ class Wrapper(Transport):
     """A transport that changes another one's advantages token by token."""
 
     of: Annotated[Transport, transports]
-    """The transport whose advantages they are."""
+    """The transport whose advantages are amplified."""
 
     @property
     def whitens(self) -> Literal["token", "sequence"] | None:

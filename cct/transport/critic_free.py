@@ -54,7 +54,7 @@ class Group(CriticFree):
     """One number per response, from the scores of its group, on each of its tokens."""
 
     single: Literal["zero", "raw"] = "zero"
-    """What a response alone in its group gets, as the others were dropped: nothing, or its score as it is."""
+    """Advantage of a response that is alone in its group because the others were dropped. zero: 0. raw: its score."""
 
     @property
     def waives(self) -> dict[str, str]:

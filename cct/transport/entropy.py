@@ -15,7 +15,7 @@ from .group import GRPO
 
 @transports.register("gtpo")
 class GTPO(Transport):
-    """A success is worth more at tokens where the policy was less sure than its fellow successes (GTPO, Tan et al. 2025).
+    """A success is worth more at tokens with more entropy than the group's other successes have there (GTPO, Tan et al. 2025).
 
     r_it = s_i [(1 - share) + share H_it / mean_k H_kt] for s_i > 0, over the group's responses k with a positive score and
     a t-th token, and r_it = s_i otherwise; A_it = (r_it - mean) / (deviation + eps) over the group's tokens; [B, T].
@@ -30,7 +30,7 @@ class GTPO(Transport):
     """
 
     share: float = Field(0.1, ge=0, le=1)
-    """Share of a success that goes by entropy; the rest is the same at each token."""
+    """Share of a success that is distributed by entropy; the rest is the same at each token."""
     eps: float = Field(1e-6, gt=0, le=1)
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 0
@@ -70,7 +70,7 @@ class HighEntropy(Wrapper):
     of: Annotated[Transport, transports] = GRPO()
     """The transport whose advantages it keeps or drops."""
     fraction: float = Field(0.2, gt=0, le=1)
-    """Share of the batch's tokens that learn."""
+    """Share of the batch's tokens that keep their advantage."""
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import high_entropy_mask

@@ -42,7 +42,7 @@ class CriticTrace(TokenCredit):
     """What every trace that leans on a critic shares."""
 
     gap: Literal["carry", "decay", "cut"] = "carry"
-    """What tokens that the policy did not emit do to credit that crosses them: nothing, decay it, stop it."""
+    """Effect on credit that crosses tokens the policy did not emit. carry: none. decay: it decays. cut: it stops."""
 
     @property
     def claims(self) -> frozenset[str]:
@@ -82,8 +82,8 @@ class LambdaTrace(CriticTrace):
     lam_value: float = Field(1.0, ge=0, le=1)
     """Trace decay of the value target; 1 fits the critic to the (gated) Monte-Carlo return."""
     target: Literal["kernel", "ungated"] = "kernel"
-    """Discount of the value target: the advantage's own, or none. A critic of ungated returns that bootstraps through a
-    discount below 1 makes every TD error about -(1 - g) V too small."""
+    """Discount of the value target: the advantage's (kernel) or none. If a critic of ungated returns bootstraps through a
+    discount g below 1, every TD error is off by about -(1 - g) V."""
 
     @property
     def waives(self) -> dict[str, str]:
@@ -112,7 +112,7 @@ class CompGAE(LambdaTrace):
     """GAE whose per-token discount is a gate, by default the policy's attention concentration (Comp-GAE)."""
 
     gate: Annotated[Gate, gates] = AttentionGate()
-    """What meters credit at each token."""
+    """The gate, which gives each token its discount."""
 
     @property
     def claims(self) -> frozenset[str]:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @gates.register("constant")
 class ConstantGate(Gate):
-    """Control: the same discount at every token, which makes Comp-GAE GAE; given, or rate-matched to another gate."""
+    """Control: one discount for every token, which turns Comp-GAE into GAE; set directly, or matched to another gate's rate."""
 
     gamma: float | None = Field(None, gt=0, le=1)
-    """The discount; null takes the geometric mean of the gate `of` over the batch."""
+    """The discount; null uses the geometric mean of the gate `of` over the batch."""
     of: Annotated[Gate, gates] | None = None
-    """The gate whose rate it takes, where gamma is null."""
+    """The gate whose rate is matched if gamma is null."""
 
     @model_validator(mode="after")
     def _one_rate(self) -> ConstantGate:
@@ -50,7 +50,7 @@ class ConstantGate(Gate):
 
 @gates.register("profile")
 class ProfileGate(Gate):
-    """A fixed curve over the tokens since the response began: nothing is learnt, nothing of the forward is read.
+    """A fixed curve over the tokens since the response began; it reads nothing from the forward.
 
     The place is absolute, because how long a response will be is not known while it is written.
     """
@@ -60,7 +60,8 @@ class ProfileGate(Gate):
     end: float = Field(1.0, gt=0, le=1)
     """Discount far into the response."""
     shape: Literal["exponential", "linear", "step"] = "exponential"
-    """From start to end: closer by a factor e every `tokens`, evenly over `tokens`, or at once after `tokens`."""
+    """How the discount goes from start to end: exponentially with scale `tokens`, linearly over `tokens`, or in one step after
+    `tokens`."""
     tokens: float = Field(32.0, gt=0, le=1e6)
     """The scale of the curve."""
 
@@ -106,7 +107,7 @@ class _Several(Gate):
 
 @gates.register("product")
 class ProductGate(_Several):
-    """The product of several gates: each takes its share of the credit."""
+    """The product of several gates: each one reduces the credit."""
 
     def __call__(self, rollout: Rollout) -> Tensor:
         import torch
@@ -119,7 +120,7 @@ class MixtureGate(_Several):
     """The weighted mean of several gates."""
 
     weights: list[Annotated[float, Field(gt=0, le=1e6)]] | None = None
-    """One for each gate; they are divided by their sum. null weighs all alike."""
+    """One weight per gate, divided by their sum. Null weights all gates equally."""
 
     @model_validator(mode="after")
     def _one_each(self) -> MixtureGate:

@@ -43,10 +43,10 @@ class GRPO(Group):
         "nemo_rl": {"eps": 1e-6, "ddof": 1, "single": "zero", "leave_one_out": True},
     }
     like: Literal["verl", "trl", "openrlhf", "nemo_rl"] | None = None
-    """Take eps, ddof, single and leave_one_out from this framework; one that is given as well has to agree."""
+    """Use this framework's eps, ddof, single and leave_one_out; if one of them is also set, it must agree."""
     leave_one_out: bool = False
-    """Mean and deviation of the other responses only. Where these all score the same nothing is divided: the one success of
-    a group then gets 1, where the group's deviation would give it more."""
+    """Use mean and deviation of the other responses only. If their scores are all equal, nothing is divided: the only success
+    of a group then gets 1, less than with the group's deviation."""
     std: bool = True
     """Divide by the standard deviation; off is Dr. GRPO (Liu et al. 2025), or RLOO with leave_one_out."""
     eps: float = Field(1e-6, gt=0, le=1)
@@ -81,7 +81,7 @@ class DrGRPO(Group):
     # As for grpo, without the division: norm_adv_by_std_in_grpo=False, scale_rewards="none", dr_grpo.
     presets = {"verl": {"single": "raw"}, "trl": {"single": "zero"}, "openrlhf": {"single": "zero"}}
     like: Literal["verl", "trl", "openrlhf"] | None = None
-    """Take `single` from this framework; where it is given as well it has to agree."""
+    """Use this framework's `single`; if `single` is also set, it must agree."""
 
     def __call__(self, rollout: Rollout) -> Credit:
         return on_every_token(self._outcome(rollout, scale="none"), rollout)
@@ -102,7 +102,7 @@ class RLOO(Group):
     # rewards that are not normalised. TRL: trl/trainer/rloo_trainer.py (alone gives 0, advantages not normalised).
     presets = {"verl": {"single": "raw"}, "nemo_rl": {"single": "zero"}, "openrlhf": {}, "trl": {"single": "zero"}}
     like: Literal["verl", "trl", "openrlhf", "nemo_rl"] | None = None
-    """Take `single` from this framework; where it is given as well it has to agree."""
+    """Use this framework's `single`; if `single` is also set, it must agree."""
 
     def __call__(self, rollout: Rollout) -> Credit:
         return on_every_token(self._outcome(rollout, baseline="leave_one_out", scale="none"), rollout)
@@ -122,7 +122,7 @@ class OPO(Group):
     # verl: core_algos.py, compute_opo_outcome_advantage.
     presets = {"verl": {"single": "raw"}}
     like: Literal["verl"] | None = None
-    """Take `single` from this framework; where it is given as well it has to agree."""
+    """Use this framework's `single`; if `single` is also set, it must agree."""
 
     def __call__(self, rollout: Rollout) -> Credit:
         lengths = rollout.mask.sum(1)
@@ -131,23 +131,25 @@ class OPO(Group):
 
 @transports.register("gpg")
 class GPG(Group):
-    """Score minus its group's mean, scaled up by the share of responses that teach nothing (Chu et al. 2025).
+    """Score minus its group's mean, scaled up to make up for responses without a gradient (Chu et al. 2025).
 
     A_it = alpha (s_i - mean) [/ (deviation + eps)], alpha = responses / responses of groups whose scores differ; [B, T],
     the same at each token.
     Source: arXiv 2504.02546. Default: no division (its F_norm = 1), ddof 1 where there is one.
-    Pitfall: alpha grows as fewer groups teach, so the noisiest rounds take the largest steps; watch `advantage/std`.
+    Pitfall: alpha grows as fewer groups have scores that differ, so the noisiest iterations take the largest steps; watch
+    `advantage/std`.
     A KL acts on groups of equal scores all the same.
     """
 
     # verl: core_algos.py, compute_gpg_outcome_advantage with f_norm = 1.
     presets = {"verl": {"std": False, "rescale": "nonzero_scores", "single": "raw"}}
     like: Literal["verl"] | None = None
-    """Take std, rescale and single from this framework; one that is given as well has to agree."""
+    """Use this framework's std, rescale and single; if one of them is also set, it must agree."""
     rescale: Literal["groups", "nonzero_scores", "none"] = "groups"
-    """What alpha divides by: responses of groups whose scores differ, responses whose score is not 0; or no alpha."""
+    """Denominator of alpha. groups: responses of groups whose scores differ. nonzero_scores: responses whose score is not 0.
+    none: no alpha."""
     std: bool = False
-    """Divide by the group's standard deviation too."""
+    """Also divide by the group's standard deviation."""
     eps: float = Field(1e-6, gt=0, le=1)
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 1
@@ -179,7 +181,7 @@ class LitePPO(Group):
     # TRL: grpo_trainer.py with scale_rewards="batch".
     presets = {"trl": {"eps": 1e-4, "ddof": 1, "single": "zero"}}
     like: Literal["trl"] | None = None
-    """Take eps, ddof and single from this framework; one that is given as well has to agree."""
+    """Use this framework's eps, ddof and single; if one of them is also set, it must agree."""
     eps: float = Field(1e-6, gt=0, le=1)
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 1
@@ -204,11 +206,11 @@ class GRPOPassAtK(CriticFree):
     # verl: core_algos.py, compute_grpo_passk_outcome_advantage.
     presets = {"verl": {"credit": "lead", "eps": 1e-6, "ddof": 1}}
     like: Literal["verl"] | None = None
-    """Take credit, eps and ddof from this framework; one that is given as well has to agree."""
+    """Use this framework's credit, eps and ddof; if one of them is also set, it must agree."""
     credit: Literal["subsets", "lead"] = "subsets"
-    """Over all k-subsets; or the lead of the best response, which is pass@k with k the whole group."""
+    """subsets: means over all k-subsets. lead: the lead of the best response, which is pass@k with k the whole group."""
     k: int = Field(4, ge=1, le=1024)
-    """Responses of which the best counts, with `subsets`; 1 is GRPO with ddof 0."""
+    """With `subsets`, number of responses of which the best counts; 1 is GRPO with ddof 0."""
     std: bool = True
     """With `lead`, divide by the group's standard deviation."""
     eps: float = Field(1e-6, gt=0, le=1)
@@ -260,11 +262,12 @@ class GRPOLambda(GRPO):
     """
 
     lam: float = Field(0.99, ge=0, le=1)
-    """What of a token's part goes on to the token before it; gamma times lambda of the source."""
+    """Share of a token's credit that is passed to the token before it; gamma times lambda in the source."""
     trace: Literal["recent", "both", "outcome"] = "recent"
-    """Which tokens weigh more: those before many others; these and the first ones too; those near the end."""
+    """Which tokens weigh more. recent: those followed by many others. both: these, and the first ones. outcome: those near the
+    end."""
     floor: float | None = Field(None, ge=-1000, le=0)
-    """Outcomes of the group below it count as it, before the trace; null for none."""
+    """Group-relative outcomes below this are raised to it before the trace; null for no floor."""
 
     @property
     def grain(self) -> Literal["token", "sequence"]:

@@ -19,13 +19,13 @@ class _Whitened(CriticFree):
     """Advantages shifted and scaled over the whole batch."""
 
     unit: Literal["tokens", "responses"] = "tokens"
-    """What counts as one in the batch's mean and deviation; with tokens, long responses weigh more."""
+    """Unit of the batch's mean and deviation; with tokens, long responses weigh more."""
     ddof: Literal[0, 1] = 0
     """Divide the sum of squares by n - ddof."""
     eps: float = Field(1e-8, gt=0, le=1)
-    """Keeps the division finite, as eps_at says."""
+    """Keeps the division finite; see eps_at."""
     eps_at: Literal["std", "variance", "floor"] = "std"
-    """Add eps to the standard deviation, add it to the variance, or let the variance be no less."""
+    """Add eps to the standard deviation, add it to the variance, or use it as the variance's lower bound."""
 
     @property
     def whitens(self) -> Literal["token", "sequence"] | None:
@@ -61,11 +61,11 @@ class ReinforcePP(_Whitened):
     # OpenRLHF: experience_maker.py, get_cumulative_returns: a masked token is a step with reward 0.
     presets = {"verl": {**_WHITEN["verl"], "gap": "carry"}, "openrlhf": {**_WHITEN["openrlhf"], "gap": "decay"}}
     like: Literal["verl", "openrlhf"] | None = None
-    """Take unit, ddof, eps, eps_at and gap from this framework; one that is given as well has to agree."""
+    """Use this framework's unit, ddof, eps, eps_at and gap; if one of them is also set, it must agree."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token."""
     gap: Literal["carry", "decay", "cut"] = "carry"
-    """What tokens that the policy did not emit do to credit that crosses them: nothing, decay it, stop it."""
+    """Effect on credit that crosses tokens the policy did not emit. carry: none. decay: it decays. cut: it stops."""
 
     @property
     def waives(self) -> dict[str, str]:
@@ -98,10 +98,10 @@ class ReinforcePPBaseline(_Whitened, Group):
         "nemo_rl": {**_WHITEN["openrlhf"], "single": "zero"},
     }
     like: Literal["verl", "openrlhf", "nemo_rl"] | None = None
-    """Take unit, ddof, eps, eps_at and single from this framework; one that is given as well has to agree."""
+    """Use this framework's unit, ddof, eps, eps_at and single; if one of them is also set, it must agree."""
 
     unit: Literal["tokens", "responses"] = "responses"
-    """What counts as one in the batch's mean and deviation. Tokens, which let a long response weigh more, only by `like`."""
+    """Unit of the batch's mean and deviation. tokens, which gives long responses more weight, is allowed only with `like`."""
 
     @property
     def whitens(self) -> Literal["token", "sequence"] | None:
@@ -128,9 +128,9 @@ class ReMax(CriticFree):
     # verl: core_algos.py, compute_remax_outcome_advantage.
     presets = {"verl": {"reward_to_go": True}}
     like: Literal["verl"] | None = None
-    """Take reward_to_go from this framework; where it is given as well it has to agree."""
+    """Use this framework's reward_to_go; if reward_to_go is also set, it must agree."""
     reward_to_go: bool = False
-    """Give a token the rewards from it on rather than all; the same where the only reward is at the end."""
+    """Give a token only the rewards from it on, instead of all; no difference if the only reward is at the end."""
 
     @property
     def needs(self) -> frozenset[str]:

@@ -62,7 +62,7 @@ class Disagreement(Wrapper):
     of: Annotated[Transport, transports] = GAE()
     """The transport whose advantages it keeps or drops."""
     share: float = Field(0.2, ge=0, lt=1)
-    """Part of the batch's tokens, those of least disagreement, that does not learn."""
+    """Share of the batch's tokens, those of least disagreement, that get advantage 0."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -85,19 +85,19 @@ class Rhythm(Wrapper):
     """
 
     of: Annotated[Transport, transports] = GRPO()
-    """The transport whose advantages they are."""
+    """The transport whose advantages are amplified."""
     measure: Literal["preplan", "anchor"] = "anchor"
-    """preplan: tokens for which the policy looked far back. anchor: tokens that later ones look back at."""
+    """preplan: tokens at which the policy attended far back. anchor: tokens to which later ones attend."""
     share: float = Field(0.4, gt=0, le=1)
-    """Part of each response's tokens, those of largest measure, that is amplified."""
+    """Share of each response's tokens, those with the largest measure, that is amplified."""
     factor: float = Field(1.5, ge=0, le=100)
-    """What their advantages are multiplied by."""
+    """Factor by which their advantages are multiplied."""
     layers: Literal["last_half", "last_quarter", "all"] | tuple[int, ...] = "last_quarter"
-    """Layers averaged over; each costs its attention written out once more."""
+    """Layers averaged over; for each, the attention matrix is computed once more."""
     near: int = Field(4, ge=1, le=1_000_000)
-    """anchor: queries at least so many tokens later count."""
+    """anchor: only queries at least this many tokens later count."""
     far: int = Field(64, ge=1, le=1_000_000)
-    """anchor: queries at most so many tokens later count. preplan: no key counts as farther."""
+    """anchor: only queries at most this many tokens later count. preplan: a key farther back counts as this far."""
 
     @model_validator(mode="after")
     def _bounds(self) -> Rhythm:

@@ -22,7 +22,7 @@ class _Branching(Transport):
     """Segments with Monte-Carlo values. Undiscounted; after the last token the value is 0, as for the continuations."""
 
     samples: int = Field(4, ge=1, le=1024)
-    """Continuations sampled from each segment's start. Their number is the cost: see `branch/tokens` in the metrics."""
+    """Continuations sampled from each segment's start. They determine the cost: see `branch/tokens` in the metrics."""
     whiten: bool = True
     """Shift and scale the batch's advantages to mean 0 and deviation 1 over trainable tokens."""
 
@@ -47,10 +47,10 @@ class _Branching(Transport):
 
 @transports.register("vineppo")
 class VinePPO(_Branching):
-    """Steps of the text, valued by continuing the response from each one's start (Kazemnejad et al. 2024)."""
+    """Steps of the text, each valued by continuing the response from its start (Kazemnejad et al. 2024)."""
 
     separator: str = Field("\n", min_length=1)
-    """A token that holds this text ends a step."""
+    """A token that contains this text ends a step."""
 
     def starts(self, rollout: Rollout, text_of: Callable[[int], str]) -> Tensor:
         from .functional import starts_after
@@ -74,13 +74,13 @@ class SPO(_Branching):
     """Segments cut at low-probability tokens, each credited with the change of value over it (Guo et al. 2025)."""
 
     threshold: float = Field(0.9, gt=0, le=1)
-    """A token sampled with less probability than this is a cut point."""
+    """A token sampled with a probability below this is a cut point."""
     cuts: int = Field(5, ge=1, le=100_000)
-    """Cut points in a segment; a new one starts at every so many."""
+    """Number of cut points per segment."""
     only_cuts: bool = True
-    """Give a segment's advantage to its cut points only: nothing was decided at the others."""
+    """Give a segment's advantage only to its cut points: nothing was decided at its other tokens."""
     values: Literal["branches", "critic"] = "branches"
-    """Where values come from: continuations by the engine, or the critic, which costs no sampling."""
+    """Source of the values: continuations by the engine, or the critic, which needs no sampling."""
 
     @property
     def unread(self) -> dict[str, str]:

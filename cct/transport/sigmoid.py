@@ -19,17 +19,17 @@ class SigmoidGate(Gate):
     """A sigmoid of one statistic, `measured`, standardised by moments of earlier iterations."""
 
     low: float = Field(0.97, gt=0, le=1)
-    """Least discount, approached at the end of the statistic that retains least."""
+    """Lowest discount, approached where the statistic retains least credit."""
     high: float = Field(1.0, gt=0, le=1)
-    """Greatest discount, approached at the other end."""
+    """Highest discount, approached where the statistic retains most credit."""
     half_life: tuple[float, float] | None = None
-    """The bounds as half-lives in tokens, (short, long), in place of low and high: g = 0.5^(1/h)."""
+    """The bounds as half-lives in tokens, (short, long), instead of low and high: g = 0.5^(1/h)."""
     slope: float = Field(1.0, gt=0, le=100)
     """Steepness of the sigmoid, per standard deviation of the statistic."""
     sign: Literal[1, -1] = 1
     """-1 reverses the gate: a control."""
     match_gamma: float | None = Field(None, gt=0, le=1)
-    """Rescale so that the batch's mean log-gate is that of this fixed discount."""
+    """Rescale the gate so that its mean logarithm over the batch equals that of this fixed discount."""
 
     rising: ClassVar[bool] = True
     """Whether a larger statistic retains more, where sign is 1."""
@@ -79,14 +79,14 @@ class SigmoidGate(Gate):
 
 @gates.register("statistic")
 class StatisticGate(SigmoidGate):
-    """A sigmoid of any statistic: a token at which it is large retains more credit, with `sign: -1` less.
+    """A sigmoid of any statistic: a token where it is large retains more credit, or less with `sign: -1`.
 
     A statistic that depends on the token itself, as `logprob` does, is read at the token before; the first token gets the
     middle of the gate.
     """
 
     of: Annotated[Statistic, statistics] = Concentration()
-    """The statistic. One that depends on later tokens is refused: a discount must not."""
+    """The statistic; one that depends on later tokens is refused, because a discount must not."""
     sign: Literal[1, -1] = 1
     """1: a larger statistic retains more. -1: a smaller one does."""
 
@@ -106,7 +106,7 @@ class StatisticGate(SigmoidGate):
 
 @gates.register("attention")
 class AttentionGate(SigmoidGate):
-    """Concentrated attention of the query that emits a token retains more credit."""
+    """A token emitted with concentrated attention retains more credit."""
 
     statistic: Literal["shannon", "renyi2", "max"] = "shannon"
     """The concentration: 1 - H / log n of an entropy, or the largest attention probability."""
@@ -124,7 +124,7 @@ class AttentionGate(SigmoidGate):
 
 @gates.register("entropy")
 class EntropyGate(SigmoidGate):
-    """Tokens that the policy is sure about, by the entropy of the distribution they are drawn from, retain more credit."""
+    """A token drawn from a distribution of low entropy retains more credit."""
 
     rising: ClassVar[bool] = False
 
@@ -135,7 +135,7 @@ class EntropyGate(SigmoidGate):
 
 @gates.register("logprob")
 class LogprobGate(SigmoidGate):
-    """A token whose predecessor was likely retains more credit. The token's own log-probability would know the token.
+    """A token whose predecessor was likely retains more credit. Its own log-probability would depend on the token itself.
 
     The first token of a response has no sampled predecessor and gets the middle of the gate.
     """
@@ -147,7 +147,7 @@ class LogprobGate(SigmoidGate):
 
 @gates.register("hidden_change")
 class HiddenChangeGate(SigmoidGate):
-    """A token emitted from a hidden state close to the one before retains more credit; a jump holds it up."""
+    """A token emitted from a hidden state close to the previous one retains more credit; a jump retains less."""
 
     distance: Literal["cosine", "relative"] = "cosine"
     """1 - cosine, or the norm of the difference over the norm of the earlier state."""

@@ -24,7 +24,7 @@ class _Discounted(CriticTrace):
 
 @transports.register("monte_carlo")
 class MonteCarlo(_Discounted):
-    """The discounted return from each token on, minus the critic's value or as it is (REINFORCE with reward to go)."""
+    """The discounted return from each token on, with or without the critic's value subtracted (REINFORCE with reward to go)."""
 
     baseline: bool = True
     """Subtract the critic's value; off needs no critic."""
@@ -51,7 +51,7 @@ class MonteCarlo(_Discounted):
 
 @transports.register("td0")
 class TD0(_Discounted):
-    """One step ahead: r + gamma V' - V, and the critic fitted to r + gamma V'."""
+    """The one-step TD error r + gamma V' - V; the critic is fitted to r + gamma V'."""
 
     def __call__(self, rollout: Rollout) -> Credit:
         return Credit(*self._gae(rollout, self.gamma, 0.0, 0.0))
@@ -70,10 +70,10 @@ class TDLambda(_Discounted):
 
 @transports.register("length_adaptive_gae")
 class LengthAdaptiveGAE(_Discounted):
-    """GAE whose lambda grows with the response, 1 - 1 / (alpha length), beside its own lambda for the critic (VAPO)."""
+    """GAE whose lambda grows with response length, 1 - 1 / (alpha length), and a separate lambda for the critic (VAPO)."""
 
     alpha: float = Field(0.05, gt=0, le=100)
-    """Share of the response over which the advantage's trace reaches."""
+    """Share of the response that the advantage's trace spans."""
     lam_value: float = Field(1.0, ge=0, le=1)
     """Trace decay of the value target; 1 fits the critic to the Monte-Carlo return."""
 
@@ -94,7 +94,7 @@ class _OffPolicy(_Discounted):
     lam: float = Field(1.0, ge=0, le=1)
     """Trace decay, on top of the clipped ratios."""
     c_bar: float = Field(1.0, gt=0, le=1e6)
-    """Greatest ratio in the trace."""
+    """Upper bound on the ratio in the trace."""
 
     @staticmethod
     def _log_ratio(rollout: Rollout) -> Tensor:
@@ -113,7 +113,7 @@ class VTrace(_OffPolicy):
     """
 
     rho_bar: float = Field(1.0, gt=0, le=1e6)
-    """Greatest ratio of the token itself."""
+    """Upper bound on the token's own ratio."""
 
     @property
     def engine_ratio(self) -> RatioScope:
@@ -140,7 +140,7 @@ class VTrace(_OffPolicy):
 
 @transports.register("retrace")
 class Retrace(_OffPolicy):
-    """Retrace with V in place of Q: the trace is cut where the engine's tokens are unlikely here (Munos et al. 2016).
+    """Retrace with V instead of Q: the trace shrinks at tokens that the trainer finds less likely (Munos et al. 2016).
 
     The token's own ratio is not in its advantage; `geometry.correction` or `ratio_to: engine` brings it in. The ratios of
     later tokens are, so that `correction_level: sequence` would count them twice.

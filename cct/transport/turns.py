@@ -14,12 +14,12 @@ from .gae import TokenCredit
 
 @transports.register("bi_level_gae")
 class BiLevelGAE(TokenCredit):
-    """GAE from turn to turn, and within each turn GAE from token to token that starts from the turn's advantage (VAGEN)."""
+    """GAE over turns, then within each turn GAE over tokens that starts from the turn's advantage (VAGEN)."""
 
     lam: float = Field(1.0, ge=0, le=1)
     """Trace decay of the advantage within a turn: 1 trusts the outcome, 0 trusts the critic."""
     lam_value: float = Field(1.0, ge=0, le=1)
-    """Trace decay of the value target, in turns and between them."""
+    """Trace decay of the value target, within and between turns."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token within a turn."""
     gamma_turn: float = Field(1.0, gt=0, le=1)
@@ -101,9 +101,9 @@ class TurnReturn(Transport):
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per turn."""
     baseline: Literal["episode", "turn"] = "episode"
-    """episode: the mean return of the group's other episodes, which is unbiased. turn: each turn's reward less its mean over
-    the group's episodes that have a turn of that number, as in other frameworks. It is biased where the policy decides when to
-    stop: each further turn takes off one more mean, so that going on is not credited with what later turns are worth."""
+    """episode: the mean return of the group's other episodes, which is unbiased. turn: each turn's reward minus its mean over
+    the group's episodes that have a turn of that number, as in other frameworks. This is biased if the policy decides when to
+    stop: each further turn subtracts one more mean, so that continuing gets no credit for the value of later turns."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -137,9 +137,9 @@ class GiGPO(Transport):
     """
 
     weight: float = Field(1.0, ge=0, le=100)
-    """Factor of the turn's part; 0 is GRPO."""
+    """Weight of the turn's part; 0 is GRPO."""
     gamma: float = Field(0.95, gt=0, le=1)
-    """Discount per turn of the return that turns are compared by."""
+    """Discount per turn of the returns by which turns are compared."""
     std: bool = True
     """Divide both parts by their group's standard deviation."""
     eps: float = Field(1e-6, gt=0, le=1)
