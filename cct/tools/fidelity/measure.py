@@ -98,7 +98,8 @@ def measure(
     `below`; a surer one decides little, its advantage is at most 1 - below of the range of rewards. at: what an action is, a
     token or a whole turn of an episode; the credit of a turn is the mean over its tokens. continuations: from before each of
     them and from after it, half of them for each half of the truth. seed: of prompts and sampling, in place of the recipe's.
-    trust: run plug-ins of a run's recipe without a recorded SHA-256. Raises RecipeError where a transport cannot be computed here, TrainingStopped where evidence fails.
+    trust: run plug-ins of a run's recipe without a recorded SHA-256. Raises RecipeError where a transport cannot be computed
+    here, TrainingStopped where evidence fails.
     """
     started = time.perf_counter()
     recipe, agent, tokenizer, moments, reached = _opened(source, iteration, at, trust)
