@@ -94,28 +94,21 @@ def measure(
     The rollouts are the iterations that the run would have gone on with, `batches` of them: new prompts, as many responses as
     it is used to, whitening and group baselines over as many. written: transports beside the run's own, as YAML. critics: as
     YAML, around what the run's critic learnt; every transport that reads values is computed under each. A run without a critic
-    has none of them.
-    positions: tokens looked at, drawn from the trainable ones that were sampled with a probability below `below`; a surer token
-    decides little, its advantage is at most 1 - below of the range of rewards. at: with "turns" each position is a whole turn
-    of an episode, its probability that of all its tokens, and its credit their mean. continuations: from before each of them
-    and from after it, half of them for each half of the truth; episodes are continued by playing the environment's seed and
-    the actions up to there again. seed: of prompts and sampling, in place of the recipe's.
-    trust: run plug-ins of a run's recipe without a recorded SHA-256.
-
-    Raises RecipeError where a transport cannot be computed here, TrainingStopped where evidence fails.
+    has none of them. positions: actions looked at, drawn from the trainable ones that were sampled with a probability below
+    `below`; a surer one decides little, its advantage is at most 1 - below of the range of rewards. at: what an action is, a
+    token or a whole turn of an episode; the credit of a turn is the mean over its tokens. continuations: from before each of
+    them and from after it, half of them for each half of the truth. seed: of prompts and sampling, in place of the recipe's.
+    trust: run plug-ins of a run's recipe without a recorded SHA-256. Raises RecipeError where a transport cannot be computed
+    here, TrainingStopped where evidence fails.
     """
     started = time.perf_counter()
-    recipe, agent, tokenizer, moments, reached = _opened(source, iteration, trust)
-    if at == "turns" and recipe.environment is None:
-        raise RecipeError(f"{source}: --at turns needs episodes, and the recipe has no environment; --at tokens does not")
+    recipe, agent, tokenizer, moments, reached = _opened(source, iteration, at, trust)
     variants = variants_of(source, recipe, written, critics, plugins, seed)
     agent.to(DEVICE)
     base, first = Sampler(next(iter(variants.values())), agent.actor, tokenizer), reached + 1
     try:
         sampled = _sample(base, variants, agent, moments, range(first, first + batches), on_stage)
-        where = derive_seed(base.recipe.seed, "fidelity positions")
-        every = sampled.actions(at)
-        drawn, undecided = _positions(source, sampled, every, at, positions, below, where)
+        drawn, undecided, trained = _positions(source, sampled, at, positions, below, base.recipe.seed)
         on_stage(f"continuing responses at {len(drawn)} positions")
         truth, tokens = _truth(base, sampled.rows, drawn, first, continuations)
     finally:
@@ -133,7 +126,7 @@ def measure(
         at,
         [(first + b, row, t) for b, row, t, _ in drawn],
         sampled.responses,
-        len(every),
+        trained,
         undecided,
         below,
         continuations,
@@ -237,8 +230,15 @@ def _estimate(
 Opened = tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]  # as `restore` returns it
 
 
-def _opened(source: Path, iteration: int | None, trust: bool) -> Opened:
-    """A run as it was after an iteration, or a recipe before its first update."""
+def _opened(source: Path, iteration: int | None, at: At, trust: bool) -> Opened:
+    """A run as it was after an iteration, or a recipe before its first update. Raises RecipeError where it has no turns."""
+    found = _restored(source, iteration, trust)
+    if at == "turns" and found[0].environment is None:
+        raise RecipeError(f"{source}: --at turns needs episodes, and the recipe has no environment; --at tokens does not")
+    return found
+
+
+def _restored(source: Path, iteration: int | None, trust: bool) -> Opened:
     if RunFolder(source).recipe_file.is_file():
         return restore(source, iteration, trust=trust)
     if iteration is not None:
@@ -255,19 +255,18 @@ def _logprob(row: Row, place: int, count: int) -> float:
     return sum(row.response.logprobs[first : first + count])
 
 
-def _positions(
-    source: Path, sampled: _Sampled, every: Sequence[Place], at: At, count: int, below: float, seed: int
-) -> tuple[list[Place], int]:
-    """So many of the actions that were sampled with a probability below `below`, in order; and of how many.
+def _positions(source: Path, sampled: _Sampled, at: At, count: int, below: float, seed: int) -> tuple[list[Place], int, int]:
+    """So many of the actions sampled with a probability below `below`, in order; of how many, and how many there are at all.
 
     Drawn without replacement. Raises RecipeError where there are fewer than two.
     """
-    least = math.log(below) if below < 1 else math.inf
+    least, every = math.log(below) if below < 1 else math.inf, sampled.actions(at)
     unsure = [(b, row, t, n) for b, row, t, n in every if _logprob(sampled.rows[b][row], t, n) < least]
-    order = torch.randperm(len(unsure), generator=torch.Generator().manual_seed(seed))[:count]
+    draws = torch.Generator().manual_seed(derive_seed(seed, "fidelity positions"))
+    order = torch.randperm(len(unsure), generator=draws)[:count]
     if len(order) < 2:
         raise RecipeError(
             f"{source}: of {sampled.responses} responses {len(order)} {at} were sampled with a probability below "
             f"{below:g}, so nothing was decided in them; --below 1 looks at all {at}"
         )
-    return [unsure[index] for index in sorted(order.tolist())], len(unsure)
+    return [unsure[index] for index in sorted(order.tolist())], len(unsure), len(every)
