@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LOOK_AHEAD = 2048  # prompts of an endless stream that are looked at before a run
 EXAMPLES = 3  # of what is found, in a message
-# Prompts drawn at once in place of those that are too long, and for each of these before it is clear that next to none fits.
+# Prompts drawn at once instead of those that are too long, and for each of these before it is clear that next to none fits.
 AT_ONCE, TRIES = 64, 1000
 
 
@@ -39,7 +39,7 @@ def drawn(recipe: Recipe, bound: int = LOOK_AHEAD) -> list[Prompt]:
 
 
 def training_prompts(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, iteration: int) -> tuple[list[Prompt], int]:
-    """An iteration's prompts, and how many of them were drawn in place of ones that are too long.
+    """An iteration's prompts, and how many of them were drawn instead of ones that are too long.
 
     Others come from a stream of the recipe's seed and the iteration, so their number stays and a resumed run draws the same.
     """
@@ -51,7 +51,7 @@ def training_prompts(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenize
     seed, start = derive_seed(recipe.seed, "overlong", iteration), 0
     while len(kept) < len(first):
         if start > TRIES * missing:
-            raise TrainingStopped(f"of {start} prompts drawn in place of {missing} that are too long, nearly all are too")
+            raise TrainingStopped(f"of {start} prompts drawn instead of {missing} that are too long, nearly all are too")
         kept += fitting(recipe, actor, tokenizer, recipe.task.prompts(seed, start, AT_ONCE))
         start += AT_ONCE
     return kept[: len(first)], missing

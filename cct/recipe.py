@@ -64,7 +64,7 @@ class Training(Knobs):
     micro_batch_size: int | None = Field(None, ge=1)
     """Responses per forward of one process; null takes its whole part of a minibatch. Never changes the gradient."""
     micro_batch_tokens: int | None = Field(None, ge=16)
-    """Tokens per forward of one process, padding included, in place of micro_batch_size: as many responses of like length go
+    """Tokens per forward of one process, padding included, instead of micro_batch_size: as many responses of like length go
     together as fit, and one that is longer goes alone."""
     learning_rate: float = Field(2e-4, gt=0, le=1)
     """AdamW, actor, at the first iteration."""

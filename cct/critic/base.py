@@ -34,7 +34,7 @@ class Critic(Component):
         raise NotImplementedError
 
     def baseline(self, rollout: Rollout, targets: Tensor, bounds: tuple[float, float]) -> Rollout | None:
-        """The rollout with what the transport is to read in place of the critic's values; None for just these.
+        """The rollout with what the transport is to read instead of the critic's values; None for just these.
 
         targets: [B, T], the value targets that the transport gave to these values. bounds: as in `build`.
         """

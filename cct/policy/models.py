@@ -224,7 +224,7 @@ class Pretrained(Policy):
         tokenizer, unpacked = self.tokenizer(alphabet=alphabet), "gguf_file" in self.source()
         if not unpacked:
             must_be_plain(self.path, self.config(alphabet=alphabet))
-        own = GenerationConfig()  # in place of the folder's, of which `_end` takes the end tokens
+        own = GenerationConfig()  # instead of the folder's, of which `_end` takes the end tokens
         model, loading = self._from(AutoModelForCausalLM, dtype=self.dtype, generation_config=own, output_loading_info=True)
         must_be_whole(self.path, model, loading)
         if getattr(model, "hf_quantizer", None) is not None and unpacked:

@@ -177,7 +177,7 @@ def judge(
 
 def _contract(operator: Component, found: list[Property]) -> Verdict:
     """What it claims and waives can be claimed and waived."""
-    says = "what it claims and waives can be claimed and waived"
+    says = "its claims and waivers are ones that can be claimed and waived"
     if not isinstance(operator.claims, Set) or not isinstance(operator.waives, Mapping):
         wrong = f"claims is {operator.claims!r}, waives {operator.waives!r}; expected a set of names, and a dict of reasons"
         return Verdict("contract", FAILED, says, wrong)

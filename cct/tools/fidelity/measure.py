@@ -89,7 +89,7 @@ def measure(
     has none of them.
     positions: tokens looked at, drawn from the trainable ones that were sampled with a probability below `below`; a surer token
     decides little, its advantage is at most 1 - below of the range of rewards. continuations: from before each of them and
-    from after it, half of them for each half of the truth. seed: of prompts and sampling, in place of the recipe's.
+    from after it, half of them for each half of the truth. seed: of prompts and sampling, instead of the recipe's.
     trust: run plug-ins of a run's recipe without a recorded SHA-256.
 
     Raises RecipeError where a transport cannot be computed here, TrainingStopped where evidence fails.
