@@ -51,7 +51,7 @@ def training_prompts(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenize
     seed, start = derive_seed(recipe.seed, "overlong", iteration), 0
     while len(kept) < len(first):
         if start > TRIES * missing:
-            raise TrainingStopped(f"of {start} prompts drawn instead of {missing} that are too long, nearly all are too")
+            raise TrainingStopped(f"{missing} prompts are too long, and so are nearly all of {start} drawn to replace them")
         kept += fitting(recipe, actor, tokenizer, recipe.task.prompts(seed, start, AT_ONCE))
         start += AT_ONCE
     return kept[: len(first)], missing
@@ -119,7 +119,7 @@ def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts
     for prompt, ids in zip(prompts, lengths.tokens, strict=True):
         if max(ids) >= known:
             raise TrainingStopped(
-                f"the prompt {prompt.text[:60]!r} has the token {tokenizer.decode([max(ids)])!r} ({max(ids)}), and the model "
+                f"the prompt {prompt.text[:60]!r} has the token {tokenizer.decode([max(ids)])!r} ({max(ids)}), but the model "
                 f"knows tokens up to {known - 1}. Leave it out of the task, or use the model's own tokenizer"
             )
     return lengths.tokens

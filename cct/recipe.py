@@ -118,20 +118,20 @@ class Training(Knobs):
                 f"({self.prompts_per_iteration} prompts x {self.responses_per_prompt} responses)"
             )
         if self.offload != "none" and not self.strategy.startswith("deepspeed"):
-            raise ValueError(f"offload is DeepSpeed's; strategy is {self.strategy}")
+            raise ValueError(f"offload works only with DeepSpeed; strategy is {self.strategy}")
         if self.offload == "parameters" and self.strategy != "deepspeed_3":
             raise ValueError(f"offload: parameters needs strategy: deepspeed_3, which splits them; found {self.strategy}")
         if self.minibatch_size % self.processes:
             raise ValueError(f"{self.processes} processes must divide minibatch_size ({self.minibatch_size})")
         if self.micro_batch_size and self.micro_batch_tokens:
             raise ValueError(
-                f"micro_batch_size ({self.micro_batch_size}) and micro_batch_tokens ({self.micro_batch_tokens}) both say how "
-                "much goes into a forward; set one of them to null"
+                f"micro_batch_size ({self.micro_batch_size}) and micro_batch_tokens ({self.micro_batch_tokens}) both set the "
+                "size of a forward; set one of them to null"
             )
         if (self.minibatch_size // self.processes) % (self.micro_batch_size or 1):
             raise ValueError(
                 f"micro_batch_size ({self.micro_batch_size}) must divide the {self.minibatch_size // self.processes} responses "
-                "of a minibatch that each process has"
+                "of a minibatch on each process"
             )
         return self
 

@@ -124,11 +124,11 @@ class Registry(Generic[C]):
         """Class decorator. Raises ValueError where the name is taken or the class is of another axis."""
 
         if not isinstance(name, str) or not name:
-            raise ValueError(f'the name of a {self.axis} is a text, @register("my_name"); got {name!r}')
+            raise ValueError(f'the name of a {self.axis} must be a string, @register("my_name"); got {name!r}')
 
         def add(cls: type[C]) -> type[C]:
             if not (isinstance(cls, type) and issubclass(cls, self.base)):
-                raise ValueError(f"{cls.__qualname__} is not a {self.base.__name__}; the {self.axis} registry takes no other")
+                raise ValueError(f"{cls.__qualname__} is not a {self.base.__name__}, as the {self.axis} registry requires")
             if cls.__dict__.get("use"):
                 raise ValueError(f"{cls.__qualname__} is already registered as '{cls.use}'")
             if name in self._classes:

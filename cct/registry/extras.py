@@ -15,7 +15,7 @@ def optional(module: str, extra: str) -> ModuleType:
         library = module.split(".")[0]
         if (error.name or "").split(".")[0] != library:
             raise  # the library is there, and lacks one of its own
-        raise ValueError(f"the library {library} is not installed; {install(extra)} brings it") from None
+        raise ValueError(f"the library {library} is not installed; install it with {install(extra)}") from None
 
 
 def install(*extras: str) -> str:

@@ -244,7 +244,7 @@ def made(callback: LightningCallback) -> Callback:
     try:
         cls = getattr(run_file(Path(where)) if where.endswith(".py") else import_module(where), name)
         if not (isinstance(cls, type) and issubclass(cls, Callback)):
-            raise TypeError("it is no class of a lightning.pytorch.Callback")
+            raise TypeError("it is not a subclass of lightning.pytorch.Callback")
         return cls(**callback.arguments)
     except RAISED as error:
         raise RecipeError(f"callbacks: {callback.use}: {error_text(error)}") from error
@@ -279,6 +279,6 @@ def must_be_plain(callbacks: Sequence[tuple[str, Callback]]) -> None:
             torch.load(file, weights_only=True)
         except RAISED as error:
             raise TrainingStopped(
-                f"callback '{name}': its state_dict cannot be read back from a checkpoint, which holds tensors and plain data "
-                f"only: {why_unreadable(error)}"
+                f"callback '{name}': its state_dict cannot be read back from a checkpoint, which may only hold tensors and "
+                f"plain data: {why_unreadable(error)}"
             ) from error

@@ -279,6 +279,6 @@ def _of_one_kind(other: object, rollout: Rollout, name: str) -> None:
     if values is None or values.shape != rollout.mask.shape or not values.is_floating_point():
         found = f"a rollout with {described(values)} as values" if isinstance(other, Rollout) else described(other)
         raise TrainingStopped(
-            f"critic '{name}' returned {found} as its baseline; expected the rollout with values of shape "
+            f"critic '{name}' returned {found} as its baseline; expected a rollout with values of shape "
             f"{tuple(rollout.mask.shape)}, or None"
         )

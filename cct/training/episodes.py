@@ -266,6 +266,6 @@ class Episodes:
             did = "" if failure.timed_out else "failed: "
             raise TrainingStopped(
                 f"environment '{environment.use}' {did}{failure.reason}, {when} (prompt {prompt.text[:60]!r} "
-                f"{prompt.meta or ''}); `on_error: end` or `drop` would go on"
+                f"{prompt.meta or ''}); with `on_error: end` or `drop` the run would continue"
             ) from failure.cause
         self.failures.add("timeouts" if failure.timed_out else "errors", failure.reason)

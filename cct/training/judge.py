@@ -74,7 +74,7 @@ def scores(
                     said = "" if checked.timed_out else "failed: "
                     raise TrainingStopped(
                         f"evidence '{part.use}' {said}{checked.reason}, judging {response.text!r} "
-                        f"(prompt {prompt.text!r}); `on_error: zero` or `drop` would go on"
+                        f"(prompt {prompt.text!r}); with `on_error: zero` or `drop` the run would continue"
                     ) from checked.cause
                 failures.add(f"{'timeouts' if checked.timed_out else 'errors'}/{part.use}", checked.reason)
             elif not checked:
@@ -83,8 +83,8 @@ def scores(
     for prompt, meta in zip(distinct, before, strict=True):
         if meta is not None and _pickled(prompt.meta) != meta:
             raise TrainingStopped(
-                f"evidence '{part.use}' changed the meta of the prompt {prompt.text[:60]!r} in place, which other evidence and "
-                "later iterations read; it must work on a copy"
+                f"evidence '{part.use}' changed the meta of the prompt {prompt.text[:60]!r} in place, but other evidence and "
+                "later iterations read it; change a copy instead"
             )
     return scored
 

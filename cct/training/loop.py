@@ -180,7 +180,7 @@ class Loop(Updates):
         state, device = checkpoint[STATE], self.agent.actor.device
         self.estimator.moments, past = state["moments"], state.get("lessons", [])
         if past and state.get("lessons_of") != origin_of(self.recipe):
-            self.say(f"the critic's window begins anew: its {len(past)} earlier iterations were made under another recipe")
+            self.say(f"the critic's window starts empty: its {len(past)} earlier iterations are from another recipe")
             past = []
         size = self.recipe.training.minibatch_size
         for saved in past:  # of a run from before episodes

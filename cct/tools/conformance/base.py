@@ -164,7 +164,7 @@ def judge(
         if isinstance(error, Malformed) and malformed:
             return Verdict(name, NOT, says, "not judged, since `form` fails")
         malformed |= isinstance(error, Malformed) and name == "form"
-        advice = f"\nwhere that is meant, it says so: waives = {{'{name}': 'why'}}" if each.waivable else ""
+        advice = f"\nif this is intended, waive it: waives = {{'{name}': 'why'}}" if each.waivable else ""
         return Verdict(name, FAILED, says, f"{error}{advice}", show(error.case) if error.case is not None else "")
 
     verdicts = [_contract(operator, found)]

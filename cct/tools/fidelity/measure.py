@@ -212,7 +212,7 @@ def _opened(source: Path, at: int | None, trust: bool) -> Opened:
     if RunFolder(source).recipe_file.is_file():
         return restore(source, at, trust=trust)
     if at is not None:
-        raise RecipeError(f"{source}: a recipe has no checkpoints, so there is none of iteration {at}; name a run folder")
+        raise RecipeError(f"{source}: a recipe has no checkpoint of iteration {at}; name a run folder")
     recipe = load_recipe(source)
     agent, tokenizer, _ = build(recipe)
     return recipe, agent, tokenizer, {}, 0
@@ -237,8 +237,8 @@ def _positions(source: Path, sampled: _Sampled, count: int, below: float, seed: 
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))[:count]
     if len(order) < 2:
         raise RecipeError(
-            f"{source}: of {sum(map(len, sampled.rows))} responses {len(order)} tokens were sampled with a probability below "
-            f"{below:g}, so nothing was decided in them; --below 1 looks at all tokens"
+            f"{source}: in {sum(map(len, sampled.rows))} responses, {len(order)} tokens were sampled with a probability below "
+            f"{below:g}, so there is nothing to score; --below 1 scores all tokens"
         )
     return [every[index] for index in sorted(order.tolist())], len(every)
 
@@ -262,7 +262,7 @@ def advantages_at(
     continued, cost = sampler.continue_from(rows, states, each, seed)
     of_state = dict(zip(states, continued, strict=True))
     if (fewest := min(map(len, continued), default=each)) < 4:
-        raise RecipeError(f"{fewest} of {each} continuations of a state could be judged, and at least 4 are needed")
+        raise RecipeError(f"{fewest} of {each} continuations of a state could be judged; at least 4 are needed")
     found = []
     for (row, t), ended in zip(here, ends, strict=True):
         reward = row.rewards[t]

@@ -58,15 +58,17 @@ def _end(study: Study, works: Sequence[Work], path: Path, folder: Path, console:
     _summary(study, works, folder, console)
     states = [work.state for work in works]
     if "failed" in states:
-        console.print(f"failed cells are left as they are; `cct study {path} --retry` tries them again")
+        console.print(f"failed cells are not run again; `cct study {path} --retry` retries them")
     elif len(works) > states.count("done"):
-        console.print(f"cells are left; `cct study {path}` goes on")
+        console.print(f"cells are left; `cct study {path}` resumes the study")
     return 0 if states.count("done") == len(works) else 1
 
 
 def _summary(study: Study, works: Sequence[Work], folder: Path, console: Console) -> None:
     if not folder.is_dir():
-        raise RecipeError(f"{folder}: no such study was run; `cct study FILE` runs one, --studies says where they are")
+        raise RecipeError(
+            f"{folder}: no study was run in this folder; `cct study FILE` runs one; --studies sets where studies are"
+        )
     results = summarise(study, works)
     write(results, works, folder)
     print_tables(study, results, console)

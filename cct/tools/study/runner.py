@@ -201,7 +201,7 @@ def works_of(study: Study, recipes: Mapping[Cell, Recipe], root: Path) -> list[W
         found = changes(begun, present)
         if found:
             problems.append(
-                f"{work.folder}: was begun with another recipe ({'; '.join(found[:3])}{'; ...' if len(found) > 3 else ''}). "
+                f"{work.folder}: was started with another recipe ({'; '.join(found[:3])}{'; ...' if len(found) > 3 else ''}). "
                 "Undo the change, give the study another name, or remove this folder to run the cell again"
             )
     if problems:

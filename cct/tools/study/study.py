@@ -58,7 +58,7 @@ class Evaluate(Knobs):
     @model_validator(mode="after")
     def _enough(self) -> Evaluate:
         if self.samples and max(self.ks) > self.samples:
-            raise ValueError(f"pass@{max(self.ks)} needs {max(self.ks)} samples or more; there are {self.samples}")
+            raise ValueError(f"pass@{max(self.ks)} needs at least {max(self.ks)} samples; there are {self.samples}")
         return self
 
 
@@ -127,10 +127,10 @@ class Study(Knobs):
         if cells > MOST_CELLS:
             raise ValueError(f"{cells:,} cells; a study has at most {MOST_CELLS:,}")
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"a seed stands twice: {shortened(str(self.seeds), 200)}")
+            raise ValueError(f"a seed occurs twice: {shortened(str(self.seeds), 200)}")
         names = [cell.name for cell in self.cells if cell.seed == self.seeds[0]]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise ValueError(f"two cells would be called '{twice[0]}'; rename an arm or a level")
+            raise ValueError(f"two cells would have the name '{twice[0]}'; rename an arm or a level")
         for name in [n for pair in self.compare for n in pair] + [
             n for square in self.interactions.values() for pair in square for n in pair
         ]:
@@ -220,7 +220,7 @@ def _recipe(study: Study, source: Source, path: Path, cell: Cell) -> Recipe:
         raise RecipeError(f"training must be a mapping; found {shortened(repr(training), 80)}")
     threads = training.get("threads")
     if threads not in (None, study.threads):
-        raise RecipeError(f"training.threads is {threads}, and threads of the study {study.threads}; set the study's alone")
+        raise RecipeError(f"training.threads is {threads}, but threads of the study is {study.threads}; set only the study's")
     own = {"name": cell.name, "seed": cell.seed, "training": {"threads": study.threads}}
     return recipe_of(Source(own).lay_over(recipe), path)
 
@@ -248,7 +248,7 @@ def _unpaired(study: Study, recipes: Mapping[Cell, Recipe]) -> list[str]:
                 if shared(cells[0], key) != shared(cells[1], key):
                     problems.append(
                         f"{one} and {other} are compared within seeds but differ in {key}: runs with one seed would not share "
-                        "warm start, prompts and sampling streams. Make it the same, or leave the pair out of `compare`"
+                        "warm start, prompts and sampling streams. Make it equal, or remove the pair from `compare`"
                     )
     return problems
 
