@@ -1,4 +1,4 @@
-"""A run's prompts: which it draws, their token ids, and what becomes of those that are too long."""
+"""A run's prompts: which it draws, their token ids, and how those that are too long are handled."""
 
 from __future__ import annotations
 

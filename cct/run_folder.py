@@ -1,4 +1,4 @@
-"""A run's folder without torch: where its files stand, what is in them, and whether the run can be gone on with."""
+"""A run's folder, without torch: its files, their content, and whether the run can be resumed."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ class RunFolder:
 
 
 def _for_other_weights(before: Recipe, recipe: Recipe, changed: Sequence[str], keeps: Sequence[str]) -> list[str]:
-    """Changes that need other weights than the checkpoint's."""
+    """Changes that do not fit the checkpoint's weights."""
     refused = [line for line in changed if any(line.startswith((f"{place}:", f"{place}.")) for place in keeps)]
     refused = [line if len(line) <= LONG else f"{line[:LONG]}..." for line in refused]
     if recipe.task != before.task and recipe.policy.warm_start is not None and recipe.needs("reference"):
@@ -277,7 +277,7 @@ def _for_other_weights(before: Recipe, recipe: Recipe, changed: Sequence[str], k
 
 
 class BrokenLine(RecipeError):
-    """A line of a .jsonl file is no JSON object; `place` names file and line."""
+    """A line of a .jsonl file is not a JSON object; `place` names file and line."""
 
     def __init__(self, place: str, error: Exception):
         super().__init__(f"{place}: {error}; take the line out, or begin a new run")

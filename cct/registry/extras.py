@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def optional(module: str, extra: str) -> ModuleType:
-    """An optional library, imported. Raises ValueError naming the extra that brings it."""
+    """Import an optional library. Raises ValueError with the extra to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -19,7 +19,7 @@ def optional(module: str, extra: str) -> ModuleType:
 
 
 def install(*extras: str) -> str:
-    """The command that installs extras, in the checkout that cct runs from where there is one."""
+    """The command that installs extras, in cct's checkout if there is one."""
     names = ",".join(extras)
     root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").is_file():

@@ -26,7 +26,7 @@ MOST_CODE = 2**22  # bytes of one file
 
 
 class PluginError(ValueError):
-    """A plug-in that is not there, or not the one that was meant; its own errors pass as they are."""
+    """A plug-in is missing or is not the expected one; errors inside a plug-in pass unchanged."""
 
 
 def load_plugin(name: str, folder: Path, expected: str | None = None) -> str | None:

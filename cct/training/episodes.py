@@ -28,7 +28,7 @@ from .rows import OBSERVED, Sampled, Span
 
 @dataclass
 class Past:
-    """An episode's beginning that was sampled before: whole turns, and the first tokens of the next one."""
+    """The beginning of an episode sampled earlier: whole turns, and the first tokens of the next one."""
 
     turns: list[Completion] = field(default_factory=list)
     prefix: tuple[int, ...] = ()
@@ -47,7 +47,7 @@ class Past:
 
 @dataclass
 class Playing:
-    """An episode that is not over."""
+    """An unfinished episode."""
 
     number: int
     asked: Prompt
@@ -77,7 +77,7 @@ class Playing:
 
 
 class Episodes:
-    """Plays a recipe's environment. engine: asked for when it is first needed."""
+    """Plays a recipe's environment. engine: created when it is first needed."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Episodes:
 
     @property
     def pool(self) -> EpisodePool:
-        """Opened when it is first needed; its workers stay until `close`."""
+        """Opened when it is first needed; its workers live until `close`."""
         if self._pool is None:
             self._pool = EpisodePool(self.environment)
         return self._pool
@@ -157,14 +157,14 @@ class Episodes:
         return playing
 
     def room(self, playing: Playing) -> int:
-        """Tokens that the next turn may have."""
+        """Maximum number of tokens of the next turn."""
         rooms = [self.recipe.generation.max_new_tokens]
         rooms += [self.limit[0] - len(playing.context)] if self.limit else []
         rooms += [self.environment.max_tokens - playing.used] if self.environment.max_tokens else []
         return min(rooms)
 
     def _turn(self, living: list[Playing], past: Sequence[Past], over: dict[int, Sampled]) -> list[Playing]:
-        """Every living episode takes a turn; those that are not over by it."""
+        """Every unfinished episode takes a turn; returns those that are still unfinished."""
         k = len(living[0].turns)
         said = self._say(living, past, k)
         actions = [self._take(playing, completion, k) for playing, completion in zip(living, said, strict=True)]
@@ -179,7 +179,7 @@ class Episodes:
         return going
 
     def _say(self, living: Sequence[Playing], past: Sequence[Past], k: int) -> list[Completion]:
-        """What each says in turn k: sampled, or as it was in its past."""
+        """Each episode's text in turn k: sampled, or taken from its past."""
         said = {p.number: past[p.number].turns[k] for p in living if k < len(past[p.number].turns)}
         asked = [p for p in living if p.number not in said]
         if asked:
@@ -195,7 +195,7 @@ class Episodes:
         return [said[p.number] for p in living]
 
     def _take(self, playing: Playing, completion: Completion, k: int) -> Action:
-        """The turn becomes a part of the episode; the action that it is."""
+        """Add the turn to the episode; returns its action."""
         span = playing.spans[-1]
         span.tokens += completion.tokens
         span.turns += [k] * len(completion.tokens)
@@ -212,7 +212,7 @@ class Episodes:
         return Action(text, raw, completion.finished)
 
     def _answer(self, playing: Playing, action: Action, step: Step | Failure, k: int) -> Sampled | None:
-        """What the environment made of it; the episode where it is over."""
+        """Process the environment's answer; returns the episode if it is over."""
         if isinstance(step, Failure):
             self._fail(step, playing.prompt, k + 1)
             return playing.sampled(True, keep=self.environment.on_error != "drop")
@@ -259,7 +259,7 @@ class Episodes:
         playing.used += len(ids)
 
     def _fail(self, failure: Failure, prompt: Prompt, turn: int) -> None:
-        """Raises TrainingStopped under `on_error: fail`; else it is counted."""
+        """Raises TrainingStopped under `on_error: fail`; otherwise counts the failure."""
         environment = self.environment
         if environment.on_error == "fail":
             when = f"in turn {turn}" if turn else "at its start"

@@ -69,7 +69,7 @@ def start(
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes; the others learn the folder from it."""
+    """Whether this is the process that writes; the others get the folder from it."""
     return (_get_rank() or 0) == 0
 
 
@@ -167,7 +167,7 @@ def _trainer(recipe: Recipe, run: RunFolder | None, first: int, callbacks: list[
 
 
 def _say_how_to_go_on(recipe: Recipe, run: RunFolder, say: Callable[[str], None]) -> None:
-    """Of a run that ended before its last iteration."""
+    """Messages about a run that ended before its last iteration."""
     saved = run.checkpoints
     if saved and int(saved[-1].stem) < recipe.training.iterations:
         say(f"stopped early; resume with: cct run --resume {shlex.quote(str(run))}")

@@ -35,22 +35,22 @@ DIGITS = 6  # after the point: what differs by less is equal, and shares its ran
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found at each position, and where it was found."""
+    """Credit and true advantage at each position, and the positions."""
 
     source: str
-    """The run, or the recipe whose starting policy was looked at."""
+    """The run, or the recipe whose starting policy was measured."""
     recipe: str
     """Its name."""
     critic: str | None
     iteration: int
-    """After which the policy and the critic were as they were here."""
+    """The iteration of the policy and the critic."""
     truth: Truth
     credit: dict[str, Array]
     """transport, under another critic with its name -> [N], the run's own first."""
     critics: dict[str, str | None]
-    """Which of them each transport read."""
+    """The critic that each transport read."""
     explained: dict[str, float]
-    """How much of the Monte-Carlo return's variance the values did that it read; NaN where it read none."""
+    """Explained variance of the Monte-Carlo return by the values that each transport read; NaN if it read none."""
     places: list[tuple[int, int, int]]
     """Iteration, row and token of each position."""
     responses: int
@@ -58,11 +58,11 @@ class Measured:
     trained_tokens: int
     """Of these responses."""
     undecided: int
-    """Of these tokens, sampled with a probability below `below`; positions were drawn among them."""
+    """Those of the trained tokens that were sampled with a probability below `below`; positions were drawn from them."""
     below: float
     continuations: int
     tokens: int
-    """Sampled for the continuations."""
+    """Tokens sampled for the continuations."""
     seconds: float
 
 
@@ -130,7 +130,7 @@ def measure(
 
 @dataclass
 class _Sampled:
-    """Batches of responses, and what each variant of the recipe makes of them."""
+    """Batches of responses, and their credit under each variant of the recipe."""
 
     rows: list[list[Row]] = field(default_factory=list)
     masks: list[torch.Tensor] = field(default_factory=list)
@@ -208,7 +208,7 @@ Opened = tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]  #
 
 
 def _opened(source: Path, at: int | None, trust: bool) -> Opened:
-    """A run as it was after an iteration, or a recipe before its first update."""
+    """A run's state after an iteration, or a recipe before its first update."""
     if RunFolder(source).recipe_file.is_file():
         return restore(source, at, trust=trust)
     if at is not None:

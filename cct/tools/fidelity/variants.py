@@ -1,4 +1,4 @@
-"""A run's recipe under other transports and critics, whose credit is looked at beside its own."""
+"""A run's recipe under other transports and critics, to compare their credit with its own."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ Event = dict[str, Any]
 
 
 class ReportError(ValueError):
-    """There is nothing to report on; the message says what was found, where, and what to do."""
+    """There is nothing to report on; the message gives what was found, where, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Run:
     """A run folder, read."""
 
     name: str
-    """Its path as it was given."""
+    """Its path as given."""
     recipe: dict[str, Any]
     written: str
     """recipe.yaml as it stands."""

@@ -1,4 +1,4 @@
-"""Which page, and where it goes."""
+"""Choose the page and where it is written."""
 
 from __future__ import annotations
 

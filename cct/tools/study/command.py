@@ -20,7 +20,7 @@ WIDTH = 120  # of tables, where the terminal does not say
 
 
 def command(action: str, path: Path, overrides: Sequence[str], root: Path, *, retry: bool = False) -> int:
-    """Returns 0, or 1 where cells of `run` have failed or are left. Raises RecipeError."""
+    """Returns 0, or 1 if cells of `run` have failed or are left. Raises RecipeError."""
     study, recipes = load_study(path, overrides)
     folder = root / study.name
     console = make_console(WIDTH)
@@ -76,7 +76,7 @@ def _summary(study: Study, works: Sequence[Work], folder: Path, console: Console
 
 
 def _installed(library: str, extra: str) -> None:
-    """Said before hours of computing, not after."""
+    """Reported before hours of computing, not after."""
     try:
         optional(library, extra)
     except ValueError as error:
