@@ -85,7 +85,7 @@ def resume(
 ) -> Run:
     """Resume a run from its newest checkpoint, to the same bits as without the interruption.
 
-    overrides: changes of its recipe, `["training.iterations=60"]`. recipe: in place of the run's own.
+    overrides: changes of its recipe, `["training.iterations=60"]`. recipe: instead of the run's own.
     Raises RecipeError, and leaves the folder as it is, where the run cannot be resumed; further errors as `train`.
     """
     from cct.system.terminal import make_console

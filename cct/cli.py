@@ -283,9 +283,7 @@ def _fidelity(add: Add) -> None:
         "--iteration", type=int, metavar="N", help="score the checkpoint of iteration N (default: the newest)"
     )
     fidelity.add_argument("--batches", type=int, default=4, metavar="N", help="iterations of responses to sample (default: 4)")
-    fidelity.add_argument(
-        "--positions", type=int, default=512, metavar="N", help="how many to score (default: 512)"
-    )
+    fidelity.add_argument("--positions", type=int, default=512, metavar="N", help="how many to score (default: 512)")
     fidelity.add_argument(
         "--below",
         type=float,

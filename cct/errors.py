@@ -1,4 +1,4 @@
-"""How a run stops, and which part it was; what is wrong with a recipe is `recipe.RecipeError`."""
+"""How a run stops, and which part stopped it. Problems of a recipe are `recipe.RecipeError`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cct.registry import RAISED, Knobs, error_text
 
 
 class TrainingStopped(Exception):
-    """A run that cannot go on; the message names the component and the iteration.
+    """A run cannot continue; the message names the component and the iteration.
 
     No RuntimeError: one raised from a StopIteration is taken for that StopIteration by `contextlib`, which then ends a loop.
     """
@@ -36,7 +36,7 @@ def attributed_to(part: str, iteration: int | None = None, recipe: Knobs | None 
 
 @contextmanager
 def of_recipe() -> Iterator[None]:
-    """Raises RecipeError where a policy cannot be loaded, for what its files or the recipe hold."""
+    """Raises RecipeError if a policy cannot be loaded because of its files or the recipe."""
     try:
         yield
     except (ValueError, OSError) as error:

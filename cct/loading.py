@@ -156,9 +156,9 @@ def with_bases(source: Source, path: Path, above: tuple[Path, ...] = ()) -> Sour
     target = path.parent / base
     if Path(os.path.realpath(target)) in above:
         circle = " -> ".join(shortened(each.name, 80) for each in (*above, target))
-        raise RecipeError(f"{own.mark(('base',))}bases go round in a circle: {circle}")
+        raise RecipeError(f"{own.mark(('base',))}bases form a circle: {circle}")
     if len(above) > MOST_LEVELS:
-        raise RecipeError(f"{own.mark(('base',))}more than {MOST_LEVELS} bases, one on the other")
+        raise RecipeError(f"{own.mark(('base',))}a chain of more than {MOST_LEVELS} bases")
     try:
         below = read_yaml(target)
     except RecipeError as error:

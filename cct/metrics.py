@@ -100,7 +100,7 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
     Metric("critic/explained_variance_of_target", "the same for the critic's own target", "at most 1"),
     Metric(
         "baseline/explained_variance",
-        "the same for the undiscounted Monte-Carlo return, by the values that the transport read in place of the critic's"
+        "the same for the undiscounted Monte-Carlo return, by the values that the transport read instead of the critic's"
         " under `group_mean` or `group_level`",
         "at most 1",
     ),

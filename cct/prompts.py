@@ -1,4 +1,4 @@
-"""A run's prompts: which it draws, their token ids, and what becomes of those that are too long."""
+"""A run's prompts: which it draws, their token ids, and how those that are too long are handled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LOOK_AHEAD = 2048  # prompts of an endless stream that are looked at before a run
 EXAMPLES = 3  # of what is found, in a message
 BEGUN = 64  # episodes that are begun to measure their prompts
-# Prompts drawn at once in place of those that are too long, and for each of these before it is clear that next to none fits.
+# Prompts drawn at once instead of those that are too long, and for each of these before it is clear that next to none fits.
 AT_ONCE, TRIES = 64, 1000
 
 
@@ -42,7 +42,7 @@ def drawn(recipe: Recipe, bound: int = LOOK_AHEAD) -> list[Prompt]:
 
 
 def training_prompts(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, iteration: int) -> tuple[list[Prompt], int]:
-    """An iteration's prompts, and how many of them were drawn in place of ones that are too long.
+    """An iteration's prompts, and how many of them were drawn instead of ones that are too long.
 
     Others come from a stream of the recipe's seed and the iteration, so their number stays and a resumed run draws the same.
     """
@@ -54,7 +54,7 @@ def training_prompts(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenize
     seed, start = derive_seed(recipe.seed, "overlong", iteration), 0
     while len(kept) < len(first):
         if start > TRIES * missing:
-            raise TrainingStopped(f"of {start} prompts drawn in place of {missing} that are too long, nearly all are too")
+            raise TrainingStopped(f"{missing} prompts are too long, and so are nearly all of {start} drawn to replace them")
         kept += fitting(recipe, actor, tokenizer, recipe.task.prompts(seed, start, AT_ONCE))
         start += AT_ONCE
     return kept[: len(first)], missing
@@ -139,7 +139,7 @@ def encode(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, prompts
     for prompt, ids in zip(prompts, lengths.tokens, strict=True):
         if max(ids) >= known:
             raise TrainingStopped(
-                f"the prompt {prompt.text[:60]!r} has the token {tokenizer.decode([max(ids)])!r} ({max(ids)}), and the model "
+                f"the prompt {prompt.text[:60]!r} has the token {tokenizer.decode([max(ids)])!r} ({max(ids)}), but the model "
                 f"knows tokens up to {known - 1}. Leave it out of the task, or use the model's own tokenizer"
             )
     return lengths.tokens

@@ -1,4 +1,4 @@
-"""The recipe: the parts put together. `pairing` says which of them do not fit, `loading` reads it from YAML."""
+"""The recipe: all parts of a run. `pairing` has the rules for combining them, `loading` reads a recipe from YAML."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ CRITIC_WARMUP_SEED = 2_000_003  # added to the recipe's for the prompts on which
 
 
 class RecipeError(ValueError):
-    """One or several problems of a recipe, each with what was found, where, and what to do; of very many the first ones."""
+    """One or several problems of a recipe, each with what was found, where, and what to do; only the first ones if there are
+    many."""
 
     def __init__(self, *problems: str):
         first = [shortened(problem, MOST_CHARACTERS) for problem in problems[:MOST_PROBLEMS]]
@@ -43,61 +44,62 @@ class Plugin(Knobs):
     """A file or module whose import registers components."""
 
     path: str
-    """`./file.py`, relative to the recipe that names it, or an installed `package.module`."""
+    """`./file.py`, relative to the recipe, or an installed `package.module`."""
     sha256: str | None = None
-    """Hash of the source; where it is given and differs, the recipe is refused. Written into every run."""
+    """Hash of the source; if it is set and differs, the recipe is refused. Every run records it."""
 
 
 class Training(Knobs):
     """How much is sampled, and how actor and critic are updated from it."""
 
     iterations: int = Field(60, ge=1, le=10**12)
-    """Rounds of sampling and updating the policy."""
+    """Iterations of sampling and updating the policy."""
     prompts_per_iteration: int = Field(16, ge=1, le=10**6)
-    """Prompts in a round."""
+    """Prompts in an iteration."""
     responses_per_prompt: int = Field(16, ge=1, le=10**6)
     """Responses sampled for each prompt."""
     epochs: int = Field(1, ge=1, le=100)
-    """Passes of the policy update over a round's responses."""
+    """Passes of the policy update over an iteration's responses."""
     minibatch_size: int = Field(128, ge=1, le=10**9)
-    """Responses per optimizer step; divides the responses of a round."""
+    """Responses per optimizer step; must divide the responses of an iteration."""
     micro_batch_size: int | None = Field(None, ge=1)
-    """Responses per forward of one process; null takes its whole part of a minibatch. Never changes the gradient."""
+    """Responses per forward of one process; null is its whole share of a minibatch. Does not change the gradient."""
     micro_batch_tokens: int | None = Field(None, ge=16)
-    """Tokens per forward of one process, padding included, in place of micro_batch_size: as many responses of like length go
-    together as fit, and one that is longer goes alone."""
+    """Tokens per forward of one process, padding included, instead of micro_batch_size. A forward takes as many responses of
+    similar length as fit; a longer response goes alone."""
     learning_rate: float = Field(2e-4, gt=0, le=1)
-    """AdamW, actor, at the first iteration."""
+    """AdamW, actor, in the first iteration."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the actor's learning rate goes from iteration to iteration: linear and cosine fall to a tenth at the last one."""
+    """Schedule of the actor's learning rate over iterations; linear and cosine fall to a tenth in the last one."""
     critic_learning_rate: float = Field(1e-3, gt=0, le=1)
     """AdamW, critic; constant."""
     critic_epochs: int = Field(1, ge=1, le=100)
-    """Passes of the critic update over a round's responses, on what the actor's behaviour forward left behind."""
+    """Passes of the critic update over an iteration's responses, on the traces of the actor's behaviour forward."""
     critic_window: int = Field(1, ge=1, le=64)
-    """Iterations whose responses those passes go over, this one included. The policy reads older ones again at each, with a
-    forward; their value targets stay. A critic remembers more of what it has seen, and each pass takes as many times longer."""
+    """Number of latest iterations, this one included, whose responses the critic learns from. The policy runs a forward
+    over older ones in each iteration; their value targets stay. The critic forgets less, and each pass takes as many times
+    longer."""
     critic_warmup: int = Field(0, ge=0, le=10**12)
-    """Rounds before the first policy update in which only the critic learns, from responses of the starting policy."""
+    """Iterations before the first policy update in which only the critic learns, from responses of the starting policy."""
     bootstrap_truncated: bool = True
-    """What follows a response that the length limit cut is worth the critic's V there. Off, it ended with the score it got:
-    for a tight limit that is part of the task, where a critic that hopes too much pays for rambling."""
+    """Value the rest of a truncated response at the critic's V after its last token. If off, a truncated response ends with its
+    score: use this for a tight limit that is part of the task, where an optimistic critic would reward long responses."""
     logits_at_once: int | None = Field(None, ge=1)
-    """Tokens of a forward whose logits over the vocabulary stand in memory together; where there are more, the backward
-    computes them again. null: as many as make 2^26 numbers. Changes no number."""
+    """Maximum number of tokens whose logits over the vocabulary are in memory together; beyond it, the backward recomputes
+    them. Null: as many as make 2^26 numbers. Changes no number."""
     weight_decay: float = Field(0.0, ge=0, le=1)
     """AdamW, both."""
     gradient_clip: float = Field(1.0, gt=0)
-    """Greatest gradient norm, of the actor and of the critic each by itself."""
+    """Maximum gradient norm, for actor and critic separately."""
     checkpoint_every: int = Field(10, ge=1)
-    """Iterations between checkpoints; the last iteration is always kept."""
+    """Iterations between checkpoints; the last iteration always has one."""
     keep_checkpoints: int = Field(2, ge=1)
-    """How many of the newest are kept: two, should the last be cut short; more to look back with `cct fidelity --iteration`."""
+    """Number of newest checkpoints to keep: two, in case the last one is incomplete; more for `cct fidelity --iteration`."""
     strategy: Literal["auto", "ddp", "fsdp", "deepspeed_1", "deepspeed_2", "deepspeed_3"] = "auto"
-    """How processes share the work, through Lightning: auto is one process, or ddp where there are more; fsdp and
-    deepspeed_3 split the weights too; deepspeed needs the extra `.[deepspeed]`. All run on CPUs as well."""
+    """How processes share the work, through Lightning. auto: one process, or ddp with several. fsdp and deepspeed_3 also split
+    the weights. DeepSpeed needs the extra `.[deepspeed]`. All run on CPUs too."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What DeepSpeed keeps in the CPU's memory: the optimizer's state, or with ZeRO-3 the weights as well."""
+    """What DeepSpeed keeps in CPU memory: the optimizer's state, or with ZeRO-3 also the weights."""
     precision: Literal["float32", "bf16"] = "float32"
     """bf16: forwards and backwards in bfloat16, weights and optimizer in float32."""
     gradient_checkpointing: bool = False
@@ -118,20 +120,20 @@ class Training(Knobs):
                 f"({self.prompts_per_iteration} prompts x {self.responses_per_prompt} responses)"
             )
         if self.offload != "none" and not self.strategy.startswith("deepspeed"):
-            raise ValueError(f"offload is DeepSpeed's; strategy is {self.strategy}")
+            raise ValueError(f"offload works only with DeepSpeed; strategy is {self.strategy}")
         if self.offload == "parameters" and self.strategy != "deepspeed_3":
             raise ValueError(f"offload: parameters needs strategy: deepspeed_3, which splits them; found {self.strategy}")
         if self.minibatch_size % self.processes:
             raise ValueError(f"{self.processes} processes must divide minibatch_size ({self.minibatch_size})")
         if self.micro_batch_size and self.micro_batch_tokens:
             raise ValueError(
-                f"micro_batch_size ({self.micro_batch_size}) and micro_batch_tokens ({self.micro_batch_tokens}) both say how "
-                "much goes into a forward; set one of them to null"
+                f"micro_batch_size ({self.micro_batch_size}) and micro_batch_tokens ({self.micro_batch_tokens}) both set the "
+                "size of a forward; set one of them to null"
             )
         if (self.minibatch_size // self.processes) % (self.micro_batch_size or 1):
             raise ValueError(
                 f"micro_batch_size ({self.micro_batch_size}) must divide the {self.minibatch_size // self.processes} responses "
-                "of a minibatch that each process has"
+                "of a minibatch on each process"
             )
         return self
 
@@ -150,9 +152,9 @@ class Evaluation(Knobs):
     """Greedy decoding of the task's held-out prompts."""
 
     every: int = Field(10, ge=1)
-    """Iterations between evaluations; before the first and after the last one there always is one."""
+    """Iterations between evaluations; there is always one before the first iteration and one after the last."""
     frozen: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[Task, tasks]] = Field({}, max_length=64)
-    """Further evaluation sets by name, each the held-out problems of a task. `cct eval` alone reads them, a run never does."""
+    """Further evaluation sets by name, each the held-out problems of a task. Only `cct eval` reads them; a run never does."""
 
 
 class Logging(Knobs):
@@ -163,13 +165,13 @@ class Logging(Knobs):
     samples: int = Field(8, ge=0, le=1000)
     """Responses per iteration in samples.jsonl."""
     statistics: list[AnyStatistic] = Field([], max_length=64)
-    """Statistics of the behaviour forward to measure in each iteration, whatever the transport reads: their mean and standard
-    deviation over trainable tokens are the metrics `statistic/NAME/mean` and `/std`, and stored rollouts hold them."""
+    """Statistics of the behaviour forward to measure in each iteration, in addition to those that the transport reads. Mean and
+    standard deviation over trainable tokens are logged as `statistic/NAME/mean` and `/std`; stored rollouts hold them."""
     rollouts: Literal["auto", "always", "never"] = "auto"
-    """Keep what transports read of each iteration in rollouts/, for `cct replay`: auto leaves off for the rest of a run
-    whose rollouts would take more than rollouts_mb, always has no limit."""
+    """Store what transports read of each iteration in rollouts/, for `cct replay`. auto: stop once a run's rollouts would
+    exceed rollouts_mb. always: no limit."""
     rollouts_mb: float = Field(64.0, gt=0, le=1e6)
-    """Megabytes that auto gives the rollouts of one run."""
+    """Limit of auto for the rollouts of one run, in megabytes."""
 
     @property
     def unread(self) -> dict[str, str]:
@@ -177,13 +179,12 @@ class Logging(Knobs):
 
 
 class LightningCallback(Knobs):
-    """A Lightning callback, of your own or of Lightning's. What it monitors is any metric of metrics.jsonl."""
+    """A Lightning callback, Lightning's or yours. It may monitor any metric of metrics.jsonl."""
 
     use: str = Field(pattern=r"^(.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$", max_length=1000)
-    """Its class: `lightning.pytorch.callbacks.EarlyStopping`, or `./mine.py:Mine` in a file, relative to the recipe that
-    names it."""
+    """The class: `lightning.pytorch.callbacks.EarlyStopping`, or `./mine.py:Mine`, with the file relative to the recipe."""
     arguments: dict[str, Any] = {}
-    """What the class is called with, by keyword."""
+    """Keyword arguments of the class."""
 
 
 class Recipe(Knobs):
@@ -194,7 +195,7 @@ class Recipe(Knobs):
     seed: int = Field(0, ge=0, lt=2**31)
     """The one seed: weights, problems, sampling and shuffling derive from it."""
     plugins: list[Plugin] = []
-    """Files or modules that register components of your own."""
+    """Files or modules that register your components."""
     task: Annotated[Task, tasks]
     """Prompts and gold answers."""
     environment: Annotated[Environment, environments] | None = None
@@ -204,13 +205,13 @@ class Recipe(Knobs):
     generation: Annotated[Generation, engines]
     """The engine that samples."""
     evidence: list[Annotated[Evidence, evidences]] = Field(min_length=1)
-    """What tells success; rewards are the weighted sum, accuracy is the first one's mean."""
+    """What judges responses; the reward is the weighted sum, accuracy is the mean of the first one."""
     critic: Annotated[Critic, critics] | None = None
     """Predicts returns; null for critic-free transports."""
     transport: Annotated[Transport, transports]
-    """Carries rewards back along the tokens."""
+    """The advantage estimator: carries rewards back along the tokens."""
     geometry: Annotated[Geometry, geometries]
-    """Turns advantages into a policy change."""
+    """The policy loss: turns advantages into an update."""
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
     logging: Logging = Logging()
@@ -219,7 +220,7 @@ class Recipe(Knobs):
 
     @property
     def parts(self) -> dict[str, Component]:
-        """Every component by its place, gates inside transports and frozen evaluation sets included."""
+        """Every component by its place, including gates inside transports and frozen evaluation sets."""
         return dict(descendants(self))
 
     @property
@@ -229,7 +230,7 @@ class Recipe(Knobs):
 
     @property
     def reward_bounds(self) -> tuple[float, float]:
-        """Least and greatest reward of a response."""
+        """Lowest and highest reward of a response."""
         ends = [sorted(bound * part.weight for bound in part.bounds) for part in self.evidence]
         return sum(low for low, _ in ends), sum(high for _, high in ends)
 
@@ -256,7 +257,7 @@ class Recipe(Knobs):
 
     @property
     def warnings(self) -> list[str]:
-        """What can be run and cannot be meant, each with its place. The task's data are read for it."""
+        """Recipes that run but cannot be intended, each with its place. This reads the task's data."""
         written = getattr(self.policy, "alphabet", None)  # of a policy that makes its own tokenizer
         if written is None or "#" in (written or self.alphabet):
             return []

@@ -40,7 +40,7 @@ class Prompt:
     answer: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
-    """What goes through the chat template in place of the text, where the task has messages: {role, content} each."""
+    """What goes through the chat template instead of the text, where the task has messages: {role, content} each."""
     place: str = field(default="", compare=False)
     """Where it was read, such as `train.jsonl:17`; empty where it was made."""
 

@@ -1,4 +1,4 @@
-"""A run's folder without torch: where its files stand, what is in them, and whether the run can be gone on with."""
+"""A run's folder, without torch: its files, their content, and whether the run can be resumed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RunFolder:
         """Raises RecipeError where the folder is not a run folder."""
         if not self.path.is_dir():
             found = "is no folder" if self.path.exists() else "no such folder"
-            raise RecipeError(f"{self}: {found}; a run's is like runs/compo/001")
+            raise RecipeError(f"{self}: {found}; a run folder looks like runs/compo/001")
         if not self.recipe_file.is_file():
             raise RecipeError(f"{self}: not a run folder (no recipe.yaml)")
 
@@ -84,7 +84,7 @@ class RunFolder:
                     sweep(place)
                 yield
         except Held as held:
-            raise RecipeError(f"{self}: {held} is training in it (its lock is {LOCK}); wait for it, or end it") from None
+            raise RecipeError(f"{self}: {held} is training in this folder (it holds {LOCK}); wait for it, or end it") from None
 
     def load_recipe(self, overrides: Sequence[str] = (), *, trust: bool = False) -> Recipe:
         """The run's recipe. Raises RecipeError where the folder is not a run folder.
@@ -103,7 +103,7 @@ class RunFolder:
                 plugin["sha256"] = None
             elif not plugin.get("sha256"):
                 raise RecipeError(
-                    f"{path}: the plug-in {plugin.get('path')} has no SHA-256, which a run records, so it may be anyone's "
+                    f"{path}: the plug-in {plugin.get('path')} has no recorded SHA-256, so it may be anyone's "
                     "code; --trust-plugins runs it"
                 )
         return recipe_of(Source(source.data | ({"plugins": plugins} if plugins else {}), source.marks), path)
@@ -194,7 +194,7 @@ class RunFolder:
 
         path = self.rollouts[iteration]
         if (why := damage(self.path, path)) is not None:
-            raise RecipeError(f"{path}: {why}; remove it, and the others are read without it")
+            raise RecipeError(f"{path}: {why}; remove it to read the others")
         try:
             with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -245,25 +245,25 @@ class RunFolder:
         if refused := _for_other_weights(before, recipe, changed, keeps):
             more = f" and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
             raise RecipeError(
-                f"{self}: a run goes on with its own {', '.join(keeps)}; here would change {'; '.join(refused[:SHOWN])}{more}. "
-                "Begin a new run for that"
+                f"{self}: a resumed run keeps its {', '.join(keeps)}; these would change: {'; '.join(refused[:SHOWN])}{more}. "
+                "Start a new run instead"
             )
         reached, wanted = int(saved[-1].stem), recipe.training.iterations
         if reached > wanted:
             raise RecipeError(
                 f"{self}: iteration {reached} is done, and training.iterations is {wanted}; "
                 f"`cct export {self} FOLDER --iteration N` writes the policy of an earlier checkpoint "
-                f"(there are those of {', '.join(str(int(path.stem)) for path in saved)})"
+                f"(available: {', '.join(str(int(path.stem)) for path in saved)})"
             )
         if reached >= wanted and self.policy.exists():
             raise RecipeError(
-                f"{self}: complete, all {wanted} iterations are done; `--set training.iterations={2 * reached}` would train on"
+                f"{self}: complete, all {wanted} iterations are done; `--set training.iterations={2 * reached}` trains further"
             )
         return recipe, changed
 
 
 def _for_other_weights(before: Recipe, recipe: Recipe, changed: Sequence[str], keeps: Sequence[str]) -> list[str]:
-    """Changes that need other weights than the checkpoint's."""
+    """Changes that do not fit the checkpoint's weights."""
     refused = [line for line in changed if any(line.startswith((f"{place}:", f"{place}.")) for place in keeps)]
     refused = [line if len(line) <= LONG else f"{line[:LONG]}..." for line in refused]
     if recipe.task != before.task and recipe.policy.warm_start is not None and recipe.needs("reference"):
@@ -277,7 +277,7 @@ def _for_other_weights(before: Recipe, recipe: Recipe, changed: Sequence[str], k
 
 
 class BrokenLine(RecipeError):
-    """A line of a .jsonl file is no JSON object; `place` names file and line."""
+    """A line of a .jsonl file is not a JSON object; `place` names file and line."""
 
     def __init__(self, place: str, error: Exception):
         super().__init__(f"{place}: {error}; take the line out, or begin a new run")

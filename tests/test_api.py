@@ -50,7 +50,7 @@ def test_what_cannot_be_trained_on_is_refused_before_there_is_a_folder(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     rows = {"use": "jsonl", "path": str(tmp_path / "train.jsonl"), "held_out_path": str(tmp_path / "train.jsonl")}
     recipe = load_recipe(RECIPES / "grpo.yaml", [f"task={rows}", "policy.warm_start="])
-    with pytest.raises(RecipeError, match="task: 'jsonl': 1 prompts stand both in"):
+    with pytest.raises(RecipeError, match="task: 'jsonl': 1 prompts are both in"):
         train(recipe, runs=tmp_path / "runs", quiet=True)
     assert not (tmp_path / "runs").exists()
 
@@ -91,7 +91,7 @@ def test_a_recipe_names_callbacks_of_lightning_and_of_a_file(tmp_path):
     [
         ("{use: lightning.pytorch.callbacks.EarlyStoping}", "has no attribute 'EarlyStoping'"),
         ("{use: no_such_module.Mine}", "No module named 'no_such_module'"),
-        ("{use: pathlib.Path}", "no class of a lightning.pytorch.Callback"),
+        ("{use: pathlib.Path}", "not a subclass of lightning.pytorch.Callback"),
         ("{use: lightning.pytorch.callbacks.EarlyStopping}", "missing 1 required positional argument: 'monitor'"),
         ("{use: Mine}", "callbacks.0.use: .*should match"),
         ("{use: ./nowhere.py:Mine}", "nowhere.py"),

@@ -296,7 +296,7 @@ def test_schema_prints_a_json_schema(capsys):
     Draft202012Validator.check_schema(schema)
     assert schema == json_schema()
     assert {"task", "gate", "transport", "Training"} <= set(schema["$defs"])
-    assert "Rounds of sampling" in output and "Trace decay of the advantage" in output
+    assert "Iterations of sampling" in output and "Trace decay of the advantage" in output
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

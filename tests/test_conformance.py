@@ -584,7 +584,7 @@ def test_the_command_judges_a_file_and_ends_with_1_where_it_fails(tmp_path, caps
     for name in ("conformance_wrong", "Wrong"):
         assert main(["check-operator", f"{tmp_path / 'wrong.py'}:{name}", "--examples", "20", "--set", "scale=2"]) == 1
         printed = capsys.readouterr().out
-        assert "  FAILED          noise        whatever stands at masked positions" in printed
+        assert "  FAILED          noise        the content of masked positions" in printed
         assert "smallest failing case:" in printed and "mask = torch.tensor([[0]]).bool()" in printed
         assert printed.endswith("transport conformance_wrong: failed: noise\n")
 
@@ -609,7 +609,7 @@ def test_the_command_ends_with_0_where_nothing_fails(capsys):
     [
         (["gea"], "did you mean 'gae'"),
         (["nope.py:gae"], "nope.py not found"),
-        (["nope.py"], "nope.py: say which part of it, nope.py:NAME"),
+        (["nope.py"], "nope.py: name a part of the file, nope.py:NAME"),
         (["gae", "--set", "lam=3"], "transport.lam: Input should be less than or equal to 1"),
         (["gae", "--set", "lamb=0"], "did you mean 'lam'"),
         (["gae", "--examples", "0"], "at least 1"),

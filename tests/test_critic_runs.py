@@ -124,7 +124,7 @@ class Odd(critics["value_head"]):
 
 def test_a_baseline_that_is_no_rollout_stops_the_run():
     recipe = tiny("gae", "critic=value_head").model_copy(update={"critic": Odd()})
-    with pytest.raises(TrainingStopped, match="'value_head' returned a tensor of .* as its baseline; expected the rollout"):
+    with pytest.raises(TrainingStopped, match="'value_head' returned a tensor of .* as its baseline; expected a rollout"):
         collected(recipe)
 
 

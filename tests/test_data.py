@@ -132,7 +132,7 @@ def test_problems_that_differ_in_white_space_only_overlap(tmp_path):
     task = jsonl(
         tmp_path, {"prompt": "caf\u00e9  1+1?\r\n", "answer": "2"}, held_out=({"prompt": "cafe\u0301 1+1?", "answer": "2"},)
     )
-    with pytest.raises(ValueError, match="1 prompts stand both in"):
+    with pytest.raises(ValueError, match="1 prompts are both in"):
         task.held_out()
 
 
@@ -259,7 +259,7 @@ def test_messages_go_through_the_chat_template(chat, knobs, messages, gives):
 
 def test_messages_need_a_chat_template(chat, tmp_path):
     policy = pretrained(chat, chat="never")
-    with pytest.raises(ValueError, match="no chat template to write it by"):
+    with pytest.raises(ValueError, match="there is no chat template for it"):
         policy.encode(policy.tokenizer(alphabet=""), ASKED)
     path = lines(tmp_path / "a.jsonl", {"prompt": ASKED, "answer": "3"})
     other = lines(tmp_path / "b.jsonl", {"prompt": "h", "answer": "3"})

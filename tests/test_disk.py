@@ -237,7 +237,7 @@ def test_a_run_that_had_no_room_is_resumed_to_the_same_bits(logger, run, runs, c
         assert main([*arguments, "--set", from_the_start_of_training(run.parent, 30_000)]) == 1
     output, errors = capsys.readouterr()
     assert errors.count("\n") == 1 and "checkpoints/000003.ckpt: cannot be written" in errors
-    assert "stopped early; go on with: cct run --resume '" in output and not unfinished(run)
+    assert "stopped early; resume with: cct run --resume '" in output and not unfinished(run)
     assert main([*arguments, "--set", "callbacks=[]"]) == 0
     assert_same_tensors(final_state(run)["state_dict"], final_state(runs[1])["state_dict"])
     assert [event["iteration"] for event in RunFolder(run).metrics] == [0, 0, 1, 2, 3]
@@ -377,7 +377,7 @@ def test_what_a_killed_process_left_half_written_is_removed_when_the_run_goes_on
 def test_the_critics_window_holds_iterations_under_one_recipe(change, anew, run):
     by = console()
     resume(run, None, [*LONGER, change], console=by)
-    assert ("the critic's window begins anew: its 1 earlier iterations" in said(by)) == anew
+    assert ("the critic's window starts empty: its 1 earlier iterations" in said(by)) == anew
     assert RunFolder(run).metrics[-1]["iteration"] == 3
 
 
@@ -422,7 +422,7 @@ def test_a_plug_in_of_a_run_is_imported_with_its_recorded_hash_or_where_it_is_tr
     (run / "recipe.yaml").write_text(text)
     for verb in (["report"], ["replay"], ["export", str(tmp_path / "out")], ["eval"], ["fidelity"]):
         assert main([verb[0], str(run), *verb[1:]]) == 2
-        assert "has no SHA-256" in (error := one_error(capsys)) and "--trust-plugins" in error
+        assert "has no recorded SHA-256" in (error := one_error(capsys)) and "--trust-plugins" in error
     assert not proof.exists()
     recipe = RunFolder(run).load_recipe(trust=True)
     assert proof.read_text() == "run" and recipe.plugins[0].sha256
@@ -480,7 +480,7 @@ def test_a_signal_lets_a_short_iteration_end_and_takes_a_checkpoint(asked, capfd
     code, folder = asked(3)
     output, errors = capfd.readouterr()
     assert code == 143 and "SIGTERM: ends after this iteration" in errors and "interrupted by SIGTERM" in errors
-    assert f"go on with: cct run --resume '{folder}'" in output
+    assert f"resume with: cct run --resume '{folder}'" in output
     assert [path.stem for path in RunFolder(folder).checkpoints] == ["000003"] and damage(
         folder, RunFolder(folder).checkpoints[0]
     ) is None

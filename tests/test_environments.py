@@ -448,9 +448,9 @@ def test_the_format_follows_from_the_template(format, template):
 
 
 def test_a_template_without_tools_is_refused():
-    with pytest.raises(ValueError, match="the chat template knows no tools"):
+    with pytest.raises(ValueError, match="the chat template does not support tools"):
         detect_format("{% for message in messages %}{{ message.content }}{% endfor %}")
-    with pytest.raises(ValueError, match="asks for calls in no form that is known here"):
+    with pytest.raises(ValueError, match="asks for calls in none of the supported formats"):
         detect_format("{% for tool in tools %}<tool_call>{function-name}{% endfor %}")
     with pytest.raises(ValueError, match="a policy with a chat template"):
         Tools(tools=["json:loads"]).fitted(None)
@@ -844,7 +844,7 @@ def test_a_prompt_without_text_is_left_to_the_environment(gym):
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("Rewrites", "init changed the prompt that it was given"),
+        ("Rewrites", "init changed the messages of the prompt"),
         ("Alone", "init returned a value of type list; expected (messages, info)"),
         ("Bare", "step returned the keys 'observations'; expected a mapping with observations, reward and done"),
         ("Silent", "the observation [] though the episode goes on"),

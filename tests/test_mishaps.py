@@ -81,7 +81,7 @@ def finished(tmp_path_factory):
 )
 def test_a_run_is_not_gone_on_with_towards_other_weights(finished, change):
     before = content(finished)
-    with pytest.raises(RecipeError, match=rf"a run goes on with its own .*; here would change {change.split('=')[0]}"):
+    with pytest.raises(RecipeError, match=rf"a resumed run keeps its .*; these would change: {change.split('=')[0]}"):
         resume(finished, None, ["training.iterations=9", change], console=quiet_console())
     assert content(finished) == before
 
@@ -100,7 +100,7 @@ def test_the_characters_of_the_tokenizer_stay_and_the_rest_of_the_task_may_chang
         def alphabet(self):
             return "abc"
 
-    with pytest.raises(RecipeError, match="here would change task: other characters"):
+    with pytest.raises(RecipeError, match="these would change: task: other characters"):
         resume(finished, other.model_copy(update={"task": Letters()}), [], console=quiet_console())
 
 
@@ -293,7 +293,7 @@ def test_an_interrupted_run_says_how_to_go_on(broken, interrupts, tmp_path, caps
     assert main(of_ones_own(tmp_path, "grpo", sets, transport, "training.checkpoint_every=1")) == 130
     output, errors = capsys.readouterr()
     folder = tmp_path / "runs" / "grpo" / "001"
-    assert errors == "interrupted\n" and f"stopped early; go on with: cct run --resume {folder}" in output
+    assert errors == "interrupted\n" and f"stopped early; resume with: cct run --resume {folder}" in output
     assert [path.name for path in RunFolder(folder).checkpoints] == ["000001.ckpt"]
 
 
@@ -466,7 +466,7 @@ def test_the_traceback_of_a_part_is_there_for_who_asks(broken, tmp_path, capsys,
         ),
         ("policy={use: pretrained, path: /nowhere}", "policy: 'pretrained': policy.path: /nowhere does not exist"),
         ("policy={use: pretrained, path: ~/no/where}", "policy: 'pretrained': policy.path: ~/no/where does not exist"),
-        ("generation.max_new_tokens=600", "generation.max_new_tokens: 600, and the model has 512 positions"),
+        ("generation.max_new_tokens=600", "generation.max_new_tokens: 600, but the model has 512 positions"),
         ("transport.gate.layers=[9]", "transport.gate: layers [9] do not fit a model of 2 layers"),
         ("transport.gate.heads=[5]", "transport.gate: heads [5] do not fit a model of 2 attention heads"),
     ],

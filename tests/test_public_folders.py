@@ -395,7 +395,7 @@ def test_a_weight_beyond_the_range_of_float16_is_not_written_as_infinity(tmp_pat
     _, actor, tokenizer = load(tmp_path / "model")
     with torch.no_grad():
         actor.model.norm.weight[0] = 1e5
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has weights beyond 65504.*take bfloat16"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has weights beyond 65504.*use bfloat16"):
         save(actor, tokenizer, tmp_path / "policy", dtype=torch.float16)
 
 
@@ -537,7 +537,7 @@ def test_a_prompt_with_a_token_that_the_model_does_not_know_stops_the_run_before
     held_out.write_text('{"prompt": "1+1", "answer": "2"}\n')
     policy = f"policy={{use: pretrained, path: {tmp_path / 'model'}}}"
     recipe = load_recipe("recipes/grpo.yaml", [policy, f"task={{use: jsonl, path: {task}, held_out_path: {held_out}}}"])
-    with pytest.raises(TrainingStopped, match=r"'1\+\+\+' has the token '\+\+\+' \(48\), and the model knows tokens up to 47"):
+    with pytest.raises(TrainingStopped, match=r"'1\+\+\+' has the token '\+\+\+' \(48\), but the model knows tokens up to 47"):
         build(recipe)
 
 

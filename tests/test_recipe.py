@@ -260,7 +260,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         ("geometry: {aggregation: mean}", "geometry.aggregation", ["'token_mean', 'sequence_mean'", "found 'mean'"]),
         ("name: a/b", "name", ["pattern", "found 'a/b'"]),
         ("name: ''", "name", ["pattern"]),
-        ("evidence: []", "evidence", ["at least 1", "What tells success"]),
+        ("evidence: []", "evidence", ["at least 1", "What judges responses"]),
         ("evidence: [{use: exact_match, pattern: '('}]", "evidence.0.pattern", ["not a regular expression", "found '('"]),
         ("logging: {logger: wandb}", "logging.logger", ["'csv' or 'tensorboard'", "found 'wandb'"]),
         # knobs that do not go together
@@ -449,7 +449,7 @@ def test_a_set_value_may_hold_an_equals_sign(tmp_path):
         ("training.iterations.=3", ["expected a.b=value"]),
         ("training.iterations=[1", ["not YAML"]),
         ("training.iterations=2024-13-45", []),
-        ("training.iterations=x", ["training.iterations: ", "valid integer", "found 'x'", "Rounds of sampling"]),
+        ("training.iterations=x", ["training.iterations: ", "valid integer", "found 'x'", "Iterations of sampling"]),
         ("training.iterations=", ["training.iterations: ", "found None"]),
         ("training.iteration=3", ["training.iteration: ", "did you mean 'iterations'?"]),
         ("trainin.iterations=3", ["trainin: ", "did you mean 'training'?"]),

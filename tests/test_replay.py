@@ -145,7 +145,7 @@ def test_what_does_not_vary_has_no_correlation():
         ("{use: gae", "not YAML"),
         (
             "{use: comp_gae, gate: {use: attention, layers: all}}",
-            "statistic concentration/shannon/all/0 .*did not take; stored are: concentration/shannon/last_half/0, entropy",
+            "statistic concentration/shannon/all/0 .*did not measure; stored are: concentration/shannon/last_half/0, entropy",
         ),
     ],
 )

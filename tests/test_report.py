@@ -174,7 +174,7 @@ def test_a_run_that_goes_on_and_one_without_rollouts_have_a_page(finished, tmp_p
     ("files", "arguments", "says"),
     [
         ({}, [], "neither a run (recipe.yaml, metrics.jsonl) nor a study (results.json)"),
-        ({"recipe.yaml": "name: a", "metrics.jsonl": ""}, [], "no event yet"),
+        ({"recipe.yaml": "name: a", "metrics.jsonl": ""}, [], "no events yet"),
         ({"recipe.yaml": "name: a", "metrics.jsonl": "x\n{}\n"}, [], "metrics.jsonl, line 1: not JSON"),
         ({"recipe.yaml": "name: a", "metrics.jsonl": "{}"}, ["--transport", "gae"], "needs a run's stored rollouts"),
         ({"results.json": "{}"}, [], "not the results of a study"),

@@ -103,12 +103,12 @@ def test_set_changes_a_study(tmp_path):
     ("changes", "says"),
     [
         ("arms: {}", "give arms or factors"),
-        ("seeds: [0, 0]", "a seed stands twice"),
+        ("seeds: [0, 0]", "a seed occurs twice"),
         ("seeds: []", "seeds: "),
         ("sedes: [1]", "did you mean 'seeds'"),
         ("compare: [[gae, gorp]]", "did you mean 'grpo'"),
         ("factors: {rate: {}}", "factor 'rate' has no level"),
-        ("arms: {a: {}, a-b: {}}\nfactors: {f: {b-c: {}, c: {}}}\ncompare: []", "two cells would be called 'a-b-c'"),
+        ("arms: {a: {}, a-b: {}}\nfactors: {f: {b-c: {}, c: {}}}\ncompare: []", "two cells would have the name 'a-b-c'"),
         ("base: nope.yaml", "nope.yaml: no such file"),
         ("base: null", "no recipe to start from"),
         ("arms: {gae: {transport: {use: gae, lamb: 1.0}}, grpo: {transport: grpo}}", "did you mean 'lam'"),
@@ -344,7 +344,7 @@ def test_a_study_that_is_killed_goes_on_and_runs_nothing_twice(tmp_path):
     data["common"]["training"]["learning_rate"] = 1e-3
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     with pytest.raises(
-        RecipeError, match=r"cells/grpo/0: was begun with another recipe \(training.learning_rate: 0.0002 -> 0.001\)"
+        RecipeError, match=r"cells/grpo/0: was started with another recipe \(training.learning_rate: 0.0002 -> 0.001\)"
     ):
         command("run", path, [], tmp_path)
 

@@ -283,7 +283,7 @@ def test_a_run_into_a_given_folder(tmp_path, capsys):
     assert main(["run", str(recipe), "--into", str(folder)]) == 0
     assert (folder / "policy").is_dir() and (folder / "metrics.jsonl").is_file()
     assert main(["run", str(recipe), "--into", str(folder)]) == 2
-    assert f"{folder}: something is there already" in capsys.readouterr().err and (folder / "policy").is_dir()
+    assert f"{folder}: the folder is not empty" in capsys.readouterr().err and (folder / "policy").is_dir()
 
 
 def test_resuming_a_complete_run_is_refused(tmp_path):
@@ -746,7 +746,7 @@ def test_export_of_an_earlier_checkpoint_and_what_it_refuses(tmp_path):
     )
     assert_same_tensors(dict(last), dict(final))
     assert any(not torch.equal(first[name], last[name]) for name in first)
-    with pytest.raises(RecipeError, match="something is there already"):
+    with pytest.raises(RecipeError, match="the folder is not empty"):
         export(folder, tmp_path / "first")
     with pytest.raises(RecipeError, match="no checkpoint of iteration 7; there are those of iterations 1, 2"):
         export(folder, tmp_path / "new", 7)

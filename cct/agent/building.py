@@ -96,7 +96,7 @@ def restore(
     folder = RunFolder(run)
     checkpoint = folder.checkpoint(iteration)
     if checkpoint.is_dir():
-        raise RecipeError(f"{checkpoint}: a critic cannot be read from a checkpoint of DeepSpeed's yet")
+        raise RecipeError(f"{checkpoint}: reading a critic from a DeepSpeed checkpoint is not supported yet")
     recipe = folder.load_recipe(trust=trust)
     agent, tokenizer, _ = build(without_warm_start(recipe))
     saved = torch.load(checkpoint, map_location="cpu", weights_only=True)

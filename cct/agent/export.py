@@ -35,7 +35,7 @@ def export(run: Path, folder: Path, iteration: int | None = None, *, dtype: str 
     of_run = RunFolder(run)
     checkpoint = of_run.checkpoint(iteration)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RecipeError(f"{folder}: something is there already; name a new folder")
+        raise RecipeError(f"{folder}: the folder is not empty; name a new one")
     recipe = of_run.load_recipe(trust=trust)
     with of_recipe():
         actor, tokenizer = recipe.policy.load(alphabet=recipe.alphabet, seed=recipe.seed)
@@ -104,7 +104,7 @@ def _must_be_the_same(recipe: Recipe, actor: Any, tokenizer: Any, again: Any, it
     if different := sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)):
         raise ValueError(f"{type(actor).__name__} comes back as {type(again).__name__}, with another {different[0]}")
     if (ends := end_tokens(again, its)) != end_tokens(actor, tokenizer):
-        raise ValueError(f"it would end a response at {ends}, and training does at {end_tokens(actor, tokenizer)}")
+        raise ValueError(f"it would end a response at {ends}, but training ends it at {end_tokens(actor, tokenizer)}")
     text = recipe.prompts(1, 1)[0].text
     if recipe.policy.encode(its, text) != recipe.policy.encode(tokenizer, text):
-        raise ValueError(f"its tokenizer reads the prompt {text[:60]!r} as other tokens")
+        raise ValueError(f"its tokenizer splits the prompt {text[:60]!r} into different tokens")

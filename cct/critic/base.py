@@ -26,15 +26,15 @@ class Critic(Component):
 
     @property
     def bounded(self) -> bool:
-        """Whether its values cannot leave the range of rewards that the evidence gives."""
+        """Whether its values stay within the range of rewards that the evidence can give."""
         return False
 
     def build(self, actor: PreTrainedModel, bounds: tuple[float, float]) -> Tower:
-        """The torch module for this actor; bounds: least and greatest reward of a response."""
+        """The torch module for this actor; bounds: lowest and highest reward of a response."""
         raise NotImplementedError
 
     def baseline(self, rollout: Rollout, targets: Tensor, bounds: tuple[float, float]) -> Rollout | None:
-        """The rollout with what the transport is to read in place of the critic's values; None for just these.
+        """The rollout with what the transport is to read instead of the critic's values; None for just these.
 
         targets: [B, T], the value targets that the transport gave to these values. bounds: as in `build`.
         """

@@ -40,7 +40,9 @@ class MiniCritics(Critic):
     @model_validator(mode="after")
     def _of_single_ones(self) -> MiniCritics:
         if isinstance(self.of, MiniCritics | GroupCritic):
-            raise ValueError(f"mini_critics are of single critics, not of '{self.of.use}'; it may stand around them instead")
+            raise ValueError(
+                f"mini_critics combine single critics, not '{self.of.use}'; use {self.of.use} with `of: mini_critics` instead"
+            )
         return self
 
     @property
@@ -74,7 +76,7 @@ class GroupCritic(Critic):
     @model_validator(mode="after")
     def _around_a_critic_by_itself(self) -> Self:
         if isinstance(self.of, GroupCritic):
-            raise ValueError(f"{self.use} is of a critic by itself, and '{self.of.use}' has the group's say in it already")
+            raise ValueError(f"{self.use} needs a critic that does not use the group; '{self.of.use}' already does")
         return self
 
     @property
@@ -145,7 +147,7 @@ class GroupLevel(GroupCritic):
     def _around_a_bounded_critic(self) -> GroupLevel:
         if not self.of.bounded:
             raise ValueError(
-                f"group_level shifts log-odds within the range of rewards, and what '{self.of.use}' says may leave it; choose "
+                f"group_level shifts log-odds within the range of rewards, but values of '{self.of.use}' may leave it; choose "
                 "an output that is bounded"
             )
         return self

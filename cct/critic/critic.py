@@ -34,7 +34,9 @@ class TAC(SingleCritic):
     @model_validator(mode="after")
     def _a_layer_a_block(self) -> TAC:
         if self.ladder is not None and len(self.ladder) != self.depth:
-            raise ValueError(f"ladder names {len(self.ladder)} layers, one for each block; set depth ({self.depth}) to that")
+            raise ValueError(
+                f"ladder names {len(self.ladder)} layers, one per block; set depth to that number (it is {self.depth})"
+            )
         return self
 
     def layers(self, n_layers: int) -> tuple[int, ...]:

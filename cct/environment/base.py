@@ -1,4 +1,4 @@
-"""The Environment axis: what answers the policy, turn by turn, and rewards it. Without one an episode is a single response."""
+"""The Environment axis: it answers the policy turn by turn, and rewards it. Without one, an episode is a single response."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ Observation = str | Sequence["Message"]
 
 @dataclass(frozen=True)
 class Action:
-    """What the policy said in one turn."""
+    """The policy's text in one turn."""
 
     text: str
     """Decoded without special tokens."""
     raw: str = ""
     """Decoded with them, without the token that ended the turn: tool calls may be marked by special tokens."""
     finished: bool = True
-    """The policy ended the turn; False where the length limit cut it."""
+    """The policy ended the turn; False if the length limit cut it."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the environment answers to an action."""
+    """The environment's answer to an action."""
 
     observation: Observation | None = None
     """What the policy reads next. Needed unless the episode ends here."""
     reward: float | Mapping[str, float] = 0.0
-    """Of this turn; named components where there are several, whose sum counts."""
+    """Reward of this turn; a mapping of named components counts as their sum."""
     done: bool = False
     """The episode ends with this turn, by the rules."""
     truncated: bool = False
-    """It ends because it was cut, by a limit that is no part of the rules: what might have followed still has a value."""
+    """The episode ends because of a limit that is not part of its rules; its last state still has a value."""
     state: str | None = None
-    """A name of the state in which the next turn begins: turns that begin in the same one can be compared. None: unknown."""
+    """Name of the state in which the next turn begins; turns that begin in the same state can be compared. None: unknown."""
 
     @property
     def over(self) -> bool:
@@ -57,16 +57,16 @@ class Start:
     """How an episode begins."""
 
     observation: Observation = ""
-    """Follows the task's prompt, or is the whole prompt where that has no text."""
+    """Follows the task's prompt, or is the whole prompt if that has no text."""
     state: str | None = None
-    """A name of the state in which the first turn begins."""
+    """Name of the state in which the first turn begins."""
 
 
 class Episode:
-    """One episode: its state, and what changes it. The same prompt, seed and actions always give the same episode.
+    """One episode. The same prompt, seed and actions must always give the same episode.
 
-    cct plays it again from its start where it must return to an earlier turn or a worker process died; `random` is seeded for
-    each episode by itself, however many are played at once.
+    cct replays an episode from its start to return to an earlier turn, or after a worker process died. `random` is seeded
+    separately for each episode, however many are played at once.
     """
 
     def reset(self) -> Start | Observation:
@@ -74,7 +74,7 @@ class Episode:
         raise NotImplementedError
 
     def step(self, action: Action) -> Step:
-        """The answer to the policy's turn. Not called again after one that is done or truncated."""
+        """The answer to the policy's turn. Not called again after a done or truncated step."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -109,37 +109,37 @@ class Environment(Component):
         return self
 
     def open(self, prompt: Prompt, seed: int) -> Episode:
-        """A new episode. seed: of its chance; what all episodes of a prompt share stands in the prompt."""
+        """A new episode. seed: for its randomness; whatever all episodes of a prompt share must come from the prompt."""
         raise NotImplementedError
 
     @property
     def components(self) -> tuple[str, ...]:
-        """Names of the rewards that its steps give where they are named; empty where a step's reward is one number."""
+        """Names of the rewards of a step; empty if a step's reward is one number."""
         return ()
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Least and greatest total reward of an episode."""
+        """Lowest and highest total reward of an episode."""
         return 0.0, 1.0
 
     @property
     def tool_schemas(self) -> Sequence[dict[str, Any]]:
-        """JSON schemas of the tools that the chat template tells the policy about."""
+        """JSON schemas of the tools that the chat template lists."""
         return ()
 
     def fitted(self, chat_template: str | None) -> Environment:
-        """This environment as it plays with a policy of this chat template; by default the same with all of them."""
+        """This environment for a policy with this chat template; by default the same for all."""
         return self
 
     @property
     def example(self) -> Prompt:
-        """A prompt that it can open an episode of; the conformance suite takes it."""
+        """A prompt from which it can open an episode, for the conformance suite."""
         from cct.rollout import Prompt
 
         return Prompt("3+4=", "7", {"seed": 0})
 
     def outside(self, total: float) -> str | None:
-        """What is wrong with the total reward of an episode: it is outside `bounds`, by more than rounding; or None."""
+        """The error if the total reward of an episode is outside `bounds` by more than rounding; otherwise None."""
         low, high = self.bounds
         slack = 1e-6 * max(1.0, abs(low), abs(high))
         if low - slack <= total <= high + slack:
@@ -148,7 +148,7 @@ class Environment(Component):
 
     @property
     def alphabet(self) -> str:
-        """Characters that observations and the expert's actions hold; a character tokenizer is made of them."""
+        """Characters of observations and of the expert's actions, for a character tokenizer."""
         return ""
 
     @property
@@ -156,12 +156,12 @@ class Environment(Component):
         return frozenset({"environment"})
 
     def expert(self, prompt: Prompt, seen: Sequence[Observation], said: Sequence[str], rng: random.Random) -> str:
-        """An action for a warm start, after these observations and its own actions between them; environments that have an
-        expert provide `demonstrations`."""
+        """The expert's action for a warm start, given the observations and its earlier actions. Environments with an expert
+        provide `demonstrations`."""
         raise NotImplementedError(f"environment '{self.use}' has no expert to start from")
 
     def demonstration(self, prompt: Prompt, seed: int) -> Demonstration:
-        """An episode that the expert plays."""
+        """An episode played by the expert."""
         rng, episode = random.Random(seed), self.open(prompt, seed)
         start = started(episode.reset())
         seen, said, turns = [start.observation], list[str](), []
@@ -179,7 +179,7 @@ class Environment(Component):
 
 @dataclass(frozen=True)
 class Demonstration:
-    """An episode as the expert played it."""
+    """An episode played by the expert, turn by turn."""
 
     start: Observation
     turns: list[tuple[str, Observation | None]] = field(default_factory=list)

@@ -87,7 +87,7 @@ def progress(problem: str, said: Sequence[str], answers: Sequence[str]) -> tuple
 class _Sum(Episode):
     def __init__(self, rules: Calculator, prompt: Prompt):
         if not re.fullmatch(r"[0-9]([-+*][0-9])+=", prompt.text):
-            raise ValueError(f"calculator works on sums such as 3+5-7=, of task chain_arithmetic; found {prompt.text[:80]!r}")
+            raise ValueError(f"calculator needs sums such as 3+5-7=, from task chain_arithmetic; found {prompt.text[:80]!r}")
         self.rules, self.prompt = rules, prompt
         self.said: list[str] = []
         self.answers: list[str] = []

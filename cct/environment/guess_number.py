@@ -78,7 +78,7 @@ class GuessNumber(Environment):
     max_turns: int = Field(4, ge=1, le=1000)
     """Guesses."""
     noise: float = Field(0.7, ge=0, le=1)
-    """How often the expert that demonstrates guesses the lowest of the numbers that are left, in place of their middle."""
+    """How often the demonstrating expert guesses the lowest remaining number instead of the middle one."""
 
     def open(self, prompt: Prompt, seed: int) -> Episode:
         return _Game(self, hidden_number(prompt, self.numbers))
@@ -106,7 +106,7 @@ class GuessNumber(Environment):
 def hidden_number(prompt: Prompt, numbers: int) -> int:
     """Raises ValueError where the prompt holds no seed."""
     if "seed" not in prompt.meta:
-        raise ValueError("guess_number draws its number from prompt.meta['seed'], which is not there; set task: seeds")
+        raise ValueError("guess_number draws its number from prompt.meta['seed'], which is missing; set task: seeds")
     return random.Random(f"guess_number {prompt.meta['seed']}").randint(1, numbers)
 
 

@@ -90,8 +90,8 @@ class _Adapted(Episode):
         messages = list(found[0])
         if messages[: len(asked)] != asked:
             raise ValueError(
-                "init changed the prompt that it was given, which here may only be added to; put what it writes into the "
-                "task's prompts, or leave the prompt to it with task: seeds"
+                "init changed the messages of the prompt, but it may only add messages; put what it writes into the "
+                "task's prompts, or let it write the whole prompt with task: seeds"
             )
         return Start(messages[len(asked) :])
 

@@ -60,7 +60,7 @@ class TextArena(Environment):
 
     def open(self, prompt: Prompt, seed: int) -> Episode:
         if not isinstance(prompt.meta.get("seed"), int):
-            raise ValueError("textarena makes its level from prompt.meta['seed'], which is not there; set task: seeds")
+            raise ValueError("textarena creates a level from prompt.meta['seed'], which is missing; set task: seeds")
         return _Game(self.game, prompt.meta["seed"], seed)
 
 

@@ -28,13 +28,15 @@ class Call:
 def detect_format(chat_template: str) -> str:
     """The format that a chat template asks the policy for. Raises ValueError where it knows no tools, or in another form."""
     if not re.search(r"\btools\b", chat_template):
-        raise ValueError("the chat template knows no tools: it never reads `tools`; take a model that was trained to call them")
+        raise ValueError(
+            "the chat template does not support tools: it never reads `tools`; use a model that was trained to call them"
+        )
     for name, marks in MARKS.items():
         if all(re.search(mark, chat_template) for mark in marks):
             return name
     raise ValueError(
-        f"the chat template lists tools, and asks for calls in no form that is known here ({', '.join(FORMATS)}); "
-        "set environment.format where one of them fits"
+        f"the chat template lists tools, but asks for calls in none of the supported formats ({', '.join(FORMATS)}); "
+        "if one of them fits, set environment.format"
     )
 
 

@@ -48,7 +48,7 @@ class Tools(Environment):
             if inspect.iscoroutinefunction(function):
                 raise ValueError(f"{name} is async; expected a plain function")
             if function.__name__ in found:
-                raise ValueError(f"two tools are called '{function.__name__}'; the policy could not tell them apart")
+                raise ValueError(f"two tools are called '{function.__name__}'; rename one of them")
             found[function.__name__] = function
         return found
 
@@ -74,7 +74,7 @@ class Tools(Environment):
         if self.format != "auto":
             return self
         if chat_template is None:
-            raise ValueError("tools need a policy with a chat template, which tells it what there is to call")
+            raise ValueError("tools need a policy with a chat template, which lists the tools in the prompt")
         return self.model_copy(update={"format": detect_format(chat_template)})
 
     def open(self, prompt: Prompt, seed: int) -> Episode:

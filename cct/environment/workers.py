@@ -157,7 +157,7 @@ class EpisodePool:
         again = job.answer is not None
         if again and not isinstance(answer, Failure) and answer != job.answer:
             answer = Failure(
-                f"played again after its worker ended, it answered {_short(answer)}, before {_short(job.answer)}; an episode "
+                f"replayed after its worker ended, it answered {_short(answer)}, but before {_short(job.answer)}; an episode "
                 "must follow from its prompt, seed and actions"
             )
         if isinstance(answer, Failure):
@@ -206,7 +206,7 @@ class _Worker:
         except OSError:
             pass  # it is dead, and `answer` will say so
         except Exception as error:
-            return Failure(f"a worker process cannot be sent it: {Failure.of(error).reason}")
+            return Failure(f"it cannot be sent to a worker process: {Failure.of(error).reason}")
         self.current, self.deadline = job, time.monotonic() + self.time_limit if self.time_limit else None
         return None
 

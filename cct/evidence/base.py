@@ -26,7 +26,7 @@ Verdict = float | Sequence[float] | None
 
 @dataclass(frozen=True)
 class Failure:
-    """In place of a verdict: judging raised, its process died, or it took too long."""
+    """Replaces a verdict if judging raised, its process died, or it took too long."""
 
     reason: str
     """`KeyError: 'x' (reward.py:12)`."""
@@ -110,11 +110,11 @@ class Evidence(Component):
         return self
 
     def unreadable(self, prompt: Prompt) -> str | None:
-        """Why judging any response to this prompt would raise; None where it would not. Asked of all prompts before a run."""
+        """Why judging any response to this prompt would raise, or None. Called for all prompts before a run."""
         return None
 
     def judge_batch(self, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Verdict | Failure]:
-        """A verdict or a failure for each response; judges one by one unless it can do better."""
+        """A verdict or a failure for each response; by default judges one by one."""
         return [self.attempt(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
 
     def attempt(self, prompt: Prompt, response: Response) -> Verdict | Failure:
@@ -126,12 +126,11 @@ class Evidence(Component):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Least and greatest total a response can get before weighting; bounded critics rely on it, and a total outside is an
-        error."""
+        """Lowest and highest total of a response before weighting. Bounded critics rely on it; a total outside is an error."""
         return 0.0, 1.0
 
     def outside(self, rewards: Sequence[float]) -> str | None:
-        """What is wrong with one response's rewards: their total is outside `bounds`, by more than rounding; or None."""
+        """The error if a response's total reward is outside `bounds` by more than rounding; otherwise None."""
         (low, high), total = self.bounds, math.fsum(rewards)
         slack = 1e-6 * max(1.0, abs(low), abs(high))
         if low - slack <= total <= high + slack:
@@ -140,7 +139,7 @@ class Evidence(Component):
 
     @property
     def example(self) -> Prompt:
-        """A prompt that it can judge responses to; the conformance suite takes it."""
+        """A prompt whose responses it can judge, for the conformance suite."""
         from cct.rollout import Prompt
 
         return Prompt("3+4=", "7")

@@ -46,7 +46,7 @@ class PythonFunction(Evidence):
     def _function(self) -> Callable[..., Verdict]:
         path = self.path.resolve()
         if not path.is_file():
-            raise ValueError(f"{path} does not exist" if not path.exists() else f"{path} is no file")
+            raise ValueError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
         functions = {name: value for name, value in vars(run_file(path)).items() if callable(value)}
         if self.function not in functions:
             own = [name for name, value in functions.items() if getattr(value, "__module__", "") == run_file(path).__name__]

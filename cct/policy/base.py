@@ -119,8 +119,8 @@ class Policy(Component):
         """
         if not isinstance(text, str):
             raise ValueError(
-                f"policy '{self.use}': the prompt is a list of messages, and there is no chat template to write it by; take a "
-                "chat model and leave `chat` at auto, or make a text of the row with task.template"
+                f"policy '{self.use}': the prompt is a list of messages, and there is no chat template for it; use a "
+                "chat model with `chat` at auto, or turn the row into text with task.template"
             )
         return encode_prompt(tokenizer, text)
 
@@ -141,7 +141,7 @@ class Policy(Component):
         """
         if not isinstance(observation, str):
             raise ValueError(
-                f"policy '{self.use}': the observation is a list of messages, and there is no chat template to write it by"
+                f"policy '{self.use}': the observation is a list of messages, and there is no chat template for it"
             )
         return observation
 

@@ -17,7 +17,7 @@ def must_be_a_model(path: str) -> None:
     """Raises ValueError where a folder holds an adapter, which transformers would load on top of its base."""
     if (Path(path) / "adapter_config.json").is_file():
         raise ValueError(
-            f"policy.path: '{path}' holds an adapter (adapter_config.json), and a run needs a whole model; merge it into its "
+            f"policy.path: '{path}' holds an adapter (adapter_config.json), but a run needs a whole model; merge it into its "
             "base model (peft: merge_and_unload, then save_pretrained), and name that folder"
         )
 
@@ -29,21 +29,21 @@ def must_be_plain(path: str, config: Any) -> None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
         raise ValueError(
             f"policy.path: the weights of '{path}' are quantized ({getattr(method, 'value', method)}), and cannot be trained; "
-            "take the model that they were made from"
+            "use the model before quantization"
         )
 
 
 def must_be_whole(path: str, model: PreTrainedModel, loading: dict[str, Any]) -> None:
     """Raises ValueError where the model is not as it is stored: a weight is missing, which transformers makes up at random."""
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(f"policy.path: '{path}' is an adapter on another model; merge the two, and name the folder of that")
+        raise ValueError(f"policy.path: '{path}' is an adapter on another model; merge the two, and name the merged folder")
     missing = sorted(loading["missing_keys"])
     if missing:
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         head = model.config.get_text_config().tie_word_embeddings is False and missing == ["lm_head.weight"]
         raise ValueError(
-            f"policy.path: the weights in '{path}' are not whole: {', '.join(missing[:SHOWN])}{more} missing"
-            + ("; where the head is the embedding, config.json says tie_word_embeddings: true" if head else "")
+            f"policy.path: the weights in '{path}' are incomplete: {', '.join(missing[:SHOWN])}{more} missing"
+            + ("; if the head shares the embedding, set tie_word_embeddings: true in config.json" if head else "")
         )
 
 

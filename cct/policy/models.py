@@ -156,7 +156,7 @@ class Pretrained(Policy):
         if path.startswith(("/", ".", "~")):
             path = str(Path(path).expanduser())
             if not Path(path).exists():
-                raise ValueError(f"policy.path: {self.path} does not exist; a name on a hub begins with none of / . ~")
+                raise ValueError(f"policy.path: {self.path} does not exist; a name on the hub does not begin with / . or ~")
         folder, file = (str(Path(path).parent), Path(path).name) if path.endswith(".gguf") else (path, self.gguf_file)
         if file is None:
             must_be_a_model(path)
@@ -194,8 +194,8 @@ class Pretrained(Policy):
         except Exception as error:  # of many kinds: a folder may hold anything
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(" :")
             raise ValueError(
-                f"policy.path: cannot load '{self.path}': {reason} (a path is a folder that holds config.json, a tokenizer and "
-                "weights, a GGUF file, package:NAME/FILE, or a name on a hub that can be reached)"
+                f"policy.path: cannot load '{self.path}': {reason} (a path is a folder with config.json, a tokenizer and "
+                "weights, a GGUF file, package:NAME/FILE, or a name on a reachable hub)"
             ) from error
 
     def config(self, *, alphabet: str) -> Any:
@@ -212,7 +212,7 @@ class Pretrained(Policy):
         if tokenizer.chat_template is None and (self.chat == "always" or self.system is not None or self.chat_options):
             raise ValueError(
                 f"policy: the tokenizer of '{self.path}' has no chat template, which chat: {self.chat}, system or chat_options "
-                "ask for; take a chat model, or leave them out and write the whole prompt into the task"
+                "require; use a chat model, or leave them out and write the whole prompt into the task"
             )
         return tokenizer
 
@@ -224,7 +224,7 @@ class Pretrained(Policy):
         tokenizer, unpacked = self.tokenizer(alphabet=alphabet), "gguf_file" in self.source()
         if not unpacked:
             must_be_plain(self.path, self.config(alphabet=alphabet))
-        own = GenerationConfig()  # in place of the folder's, of which `_end` takes the end tokens
+        own = GenerationConfig()  # instead of the folder's, of which `_end` takes the end tokens
         model, loading = self._from(AutoModelForCausalLM, dtype=self.dtype, generation_config=own, output_loading_info=True)
         must_be_whole(self.path, model, loading)
         if getattr(model, "hf_quantizer", None) is not None and unpacked:
@@ -291,7 +291,7 @@ class Pretrained(Policy):
         _, found, behind = written.rpartition(SPOKEN)
         if not found:
             raise ValueError(
-                f"policy: the chat template of '{self.path}' leaves out what the policy said in earlier turns, so it cannot "
+                f"policy: the chat template of '{self.path}' leaves out the policy's earlier turns, so it cannot "
                 "write an episode of several turns"
             )
         return behind
@@ -326,7 +326,9 @@ def _in_package(path: str) -> str:
     name, _, file = path.removeprefix(PACKAGE).partition("/")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"policy.path: no package '{name}' is installed, of which {path} names a file; install it with pip")
+        raise ValueError(
+            f"policy.path: {path} names a file of the package '{name}', which is not installed; install it with pip"
+        )
     folder = Path(next(iter(spec.submodule_search_locations)))
     if not (folder / file).exists():
         there = ", ".join(sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))) or "none"

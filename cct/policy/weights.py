@@ -101,7 +101,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: int, targets: str | tuple[st
         if layer is not None and names[id(weight)] > 1:
             raise ValueError(
                 f"targets: {name} is tied to another weight (tie_word_embeddings), and an adapter would change only one of the "
-                "two; leave it out"
+                "two; leave it out of targets"
             )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
@@ -184,7 +184,7 @@ def save(
     if folder is None:
         return
     if dtype == torch.float16 and (beyond := [name for name, tensor in state.items() if tensor.isinf().any()]):
-        raise ValueError(f"{beyond[0]} has weights beyond 65504, the largest number of float16; take bfloat16")
+        raise ValueError(f"{beyond[0]} has weights beyond 65504, the largest number of float16; use bfloat16")
     for name, source in model.all_tied_weights_keys.items():
         state[name] = state[source]  # one tensor again, where each was gathered by itself
     with generating_by(model, exported_generation(model, tokenizer)):

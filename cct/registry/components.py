@@ -29,11 +29,11 @@ class Component(Knobs):
     axis: ClassVar[str] = ""
     """The registry of its base class."""
     use: ClassVar[str] = ""
-    """The name it is registered under."""
+    """The name under which it is registered."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """What another part of the recipe must provide, for example `values`; by default what its children need."""
+        """What other parts of the recipe must provide, for example `values`; by default what its children need."""
         return frozenset().union(*(part.needs for _, part in children(self)))
 
     @property
@@ -43,7 +43,7 @@ class Component(Knobs):
 
     @property
     def claims(self) -> frozenset[str]:
-        """Properties of the conformance suite that it has though not every operator does, for example `causal`."""
+        """Optional properties of the conformance suite that it has, for example `causal`."""
         return frozenset()
 
     @property
@@ -53,7 +53,7 @@ class Component(Knobs):
         return {name: f"{part.axis} '{part.use}': {why}" for _, part in children(self) for name, why in part.waives.items()}
 
     def ready(self) -> None:
-        """Raises ValueError where it cannot work here, for want of a library or a file; `cct check` and `cct run` ask first."""
+        """Raises ValueError if a library or a file that it needs is missing; called by `cct check` and `cct run`."""
 
     @model_serializer(mode="wrap")
     def _with_name(self, handler: Any) -> dict[str, Any]:
@@ -124,11 +124,11 @@ class Registry(Generic[C]):
         """Class decorator. Raises ValueError where the name is taken or the class is of another axis."""
 
         if not isinstance(name, str) or not name:
-            raise ValueError(f'the name of a {self.axis} is a text, @register("my_name"); got {name!r}')
+            raise ValueError(f'the name of a {self.axis} must be a string, @register("my_name"); got {name!r}')
 
         def add(cls: type[C]) -> type[C]:
             if not (isinstance(cls, type) and issubclass(cls, self.base)):
-                raise ValueError(f"{cls.__qualname__} is not a {self.base.__name__}; the {self.axis} registry takes no other")
+                raise ValueError(f"{cls.__qualname__} is not a {self.base.__name__}, as the {self.axis} registry requires")
             if cls.__dict__.get("use"):
                 raise ValueError(f"{cls.__qualname__} is already registered as '{cls.use}'")
             if name in self._classes:

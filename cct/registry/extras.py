@@ -8,18 +8,18 @@ from types import ModuleType
 
 
 def optional(module: str, extra: str) -> ModuleType:
-    """An optional library, imported. Raises ValueError naming the extra that brings it."""
+    """Import an optional library. Raises ValueError with the extra to install."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         library = module.split(".")[0]
         if (error.name or "").split(".")[0] != library:
             raise  # the library is there, and lacks one of its own
-        raise ValueError(f"the library {library} is not installed; {install(extra)} brings it") from None
+        raise ValueError(f"the library {library} is not installed; install it with {install(extra)}") from None
 
 
 def install(*extras: str) -> str:
-    """The command that installs extras, in the checkout that cct runs from where there is one."""
+    """The command that installs extras, in cct's checkout if there is one."""
     names = ",".join(extras)
     root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").is_file():

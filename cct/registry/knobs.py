@@ -45,7 +45,7 @@ def _same_kind(expected: list[Any]) -> Any:
 
 
 class Knobs(BaseModel):
-    """A frozen set of knobs. The docstring under each is its help, in `cct explain`, the schema and errors.
+    """A frozen set of knobs. The docstring under each knob is its help in `cct explain`, the schema and errors.
 
     No key is accepted and never read: an unknown one is refused, and so is one that another knob switches off (`unread`).
     No value is turned into one of another kind: `true` and "3" are no numbers, 3.0 is no whole number, 1 is no boolean.
@@ -62,7 +62,7 @@ class Knobs(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _know_every_key(cls, data: Any, handler: ModelWrapValidatorHandler) -> Any:
-        """An unknown key gets a guess, and hides no other problem; what is set is read."""
+        """An unknown key gets a suggestion and hides no other problem; a knob that is set must be read."""
         if not isinstance(data, dict):
             return handler(data)
         bad = {str(key): key for key in data if key not in cls.model_fields}
@@ -93,11 +93,11 @@ class Knobs(BaseModel):
 
     @property
     def unread(self) -> dict[str, str]:
-        """Knobs that nothing reads with the others as they are, and why. One of them that is not at its default is refused."""
+        """Knobs that nothing reads, given the other knobs, and why. If one of them is not at its default, it is refused."""
         return {}
 
     def default_of(self, knob: str) -> Any:
-        """What a knob is where nobody sets it."""
+        """A knob's default."""
         return type(self).model_fields[knob].get_default(call_default_factory=True)
 
 
@@ -109,7 +109,7 @@ def _error(kind: str, message: str) -> PydanticCustomError:
 
 
 def did_you_mean(kind: str, name: str, known: Iterable[str]) -> str:
-    """Says that there is none, guesses, and lists what there is."""
+    """A message that the name is unknown, with a suggestion and a list of known names."""
     name = shortened(name, 80)  # difflib's time grows with the square of it
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f" (did you mean '{close[0]}'?)" if close else ""

@@ -26,7 +26,7 @@ MOST_CODE = 2**22  # bytes of one file
 
 
 class PluginError(ValueError):
-    """A plug-in that is not there, or not the one that was meant; its own errors pass as they are."""
+    """A plug-in is missing or is not the expected one; errors inside a plug-in pass unchanged."""
 
 
 def load_plugin(name: str, folder: Path, expected: str | None = None) -> str | None:
@@ -44,8 +44,8 @@ def load_plugin(name: str, folder: Path, expected: str | None = None) -> str | N
         raise PluginError(f"plug-in {name} {missing}") from None
     if expected and (digest or "").lower() != expected.lower():
         raise PluginError(
-            f"plug-in {name} has changed (SHA-256 {str(digest)[:12]}..., the recipe says {expected[:12]}...); "
-            "restore it, or remove `sha256` to take it as it is"
+            f"plug-in {name} has changed (SHA-256 {str(digest)[:12]}..., but {expected[:12]}... in the recipe); "
+            "restore it, or remove `sha256` to accept it as it is"
         )
     try:
         if is_file:
@@ -86,7 +86,7 @@ def named_in_code(name: str) -> Any:
         with no_exit():
             module = importlib.import_module(where)
     elif not os.path.isfile(where):
-        raise ValueError(f"{where} {'is no file' if os.path.lexists(where) else 'does not exist'}")
+        raise ValueError(f"{where} {'is not a file' if os.path.lexists(where) else 'does not exist'}")
     else:
         module = run_file(Path(os.path.realpath(where)))
     if not hasattr(module, attribute):
@@ -112,7 +112,7 @@ def _module_file(name: str) -> Path | None:
     except (ModuleNotFoundError, ValueError):  # below a module that is no package; one without a spec, such as __main__
         spec = None
     if spec is None:
-        raise PluginError(f"plug-in '{name}': no such module is installed; a file is named with its ending, ./my_plugin.py")
+        raise PluginError(f"plug-in '{name}': no such module is installed; name a file with its extension, ./my_plugin.py")
     return Path(spec.origin) if spec.origin and Path(spec.origin).is_file() else None
 
 

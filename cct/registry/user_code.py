@@ -37,7 +37,7 @@ def error_text(error: BaseException) -> str:
 
 
 class Exited(ValueError):
-    """Code of the user's that called `sys.exit`, which would have ended cct without a word."""
+    """A user's code called `sys.exit`, which would have ended cct silently."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def no_exit() -> Iterator[None]:
 
 
 def described(value: Any) -> str:
-    """What a part returned, for a message that says what was expected."""
+    """A description of what a part returned, for an error message."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"a tensor of {value.dtype} and shape {tuple(value.shape)}"
     return "None" if value is None else f"a value of type {type(value).__name__}"

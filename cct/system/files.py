@@ -84,7 +84,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def without_nan(value: Any) -> Any:
-    """What JSON can say: None in place of NaN and infinity."""
+    """What JSON can say: None instead of NaN and infinity."""
     if isinstance(value, dict):
         return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -24,7 +24,7 @@ def _compiles(pattern: str) -> str:
     except (re.error, regex.error, RecursionError, OverflowError, MemoryError) as error:
         raise ValueError(f"not a regular expression: {error}") from None
     if found := _FUZZY.search(pattern):
-        raise ValueError(f"not a regular expression: a brace that is meant is written \\{{, in {found[0]}")
+        raise ValueError(f"not a regular expression: write a literal brace as \\{{, in {found[0]}")
     return pattern
 
 

@@ -62,7 +62,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, list) and value and all(isinstance(x, str | int | float) for x in value):
-        raise ValueError(f"holds {len(value)} values ({_short(value)}), and one is needed")
+        raise ValueError(f"holds {len(value)} values ({_short(value)}); expected one")
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         hint = "; write it as the text that a response should give" if isinstance(value, bool) else ""
         raise ValueError(f"must be a text or a number; found {_short(value)}{hint}")
@@ -70,7 +70,7 @@ def text_of(value: Any) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise ValueError(f"holds half of a surrogate pair, which is no character: {_short(value)}") from None
+            raise ValueError(f"holds half of a surrogate pair, which is not a character: {_short(value)}") from None
         return value
     if not math.isfinite(value):
         raise ValueError(f"must be a text or a number; found {value}")

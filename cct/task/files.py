@@ -39,7 +39,7 @@ class Files(Table):
     def read(self) -> tuple[list[Prompt], list[Prompt]]:
         for path in (self.path, self.held_out_path):
             if not path.is_file():
-                raise ValueError(f"{path} does not exist" if not path.exists() else f"{path} is no file")
+                raise ValueError(f"{path} does not exist" if not path.exists() else f"{path} is not a file")
         train, held_out = (self.make_prompts(self.rows(path), str(path)) for path in (self.path, self.held_out_path))
         return train, held_out
 
@@ -48,7 +48,7 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key '{next(key for key in keys if keys.count(key) > 1)}' stands twice")
+        raise ValueError(f"the key '{next(key for key in keys if keys.count(key) > 1)}' occurs twice")
     return row
 
 
@@ -87,5 +87,5 @@ class Parquet(Files):
             raise ValueError(f"{path}: not Parquet ({str(error).splitlines()[0]})") from None
         twice = [name for name in table.column_names if table.column_names.count(name) > 1]
         if twice:
-            raise ValueError(f"{path}: the column '{twice[0]}' stands twice")
+            raise ValueError(f"{path}: the column '{twice[0]}' occurs twice")
         yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))

@@ -60,14 +60,14 @@ class ReasoningGym(Task):
                 return template
         except (ValueError, KeyError, IndexError, AttributeError):
             pass
-        raise ValueError("must hold {question} once and no other field; a brace that is no field is written twice, {{}}")
+        raise ValueError("must hold {question} once and no other field; write a literal brace twice, {{}}")
 
     @model_validator(mode="after")
     def _one_form(self) -> ReasoningGym:
         if bool(self.name) == bool(self.datasets):
             raise ValueError("give either name, for one data set, or datasets, a list of {name, weight, config}")
         if self.config and not self.name:
-            raise ValueError("config belongs to name; in a mixture each entry has its own")
+            raise ValueError("config belongs to name; in a mixture, give each entry its config")
         return self
 
     @property
@@ -110,7 +110,7 @@ class ReasoningGym(Task):
                     break
             else:
                 raise ValueError(
-                    f"{TRIES} problems drawn for one place were all held out ({len(self._held_out)} problems are): "
+                    f"{TRIES} problems drawn in a row are held-out problems (there are {len(self._held_out)}): "
                     "lower task.held_out_size, or widen task.config"
                 )
 
@@ -146,7 +146,7 @@ def block(name: str, config: str, seed: int) -> Any:
     known = [field.name for field in fields(factory.DATASETS[name][1]) if field.name not in ("seed", "size")]
     for key in settings:
         if key in ("seed", "size"):
-            raise ValueError(f"the setting '{key}' of '{name}' is cct's own: problems follow from the recipe's seed")
+            raise ValueError(f"the setting '{key}' of '{name}' is set by cct: problems follow from the recipe's seed")
         if key not in known:
             raise ValueError(f"reasoning-gym's '{name}': {did_you_mean('setting', key, known)}")
     try:

@@ -70,11 +70,11 @@ class Table(Task):
         try:
             parts = list(Formatter().parse(template or ""))
         except ValueError as error:
-            raise ValueError(f"{error}; a brace that is no field is written twice, {{{{ or }}}}") from None
+            raise ValueError(f"{error}; write a literal brace twice, {{{{ or }}}}") from None
         fields = [(name, format or conversion) for _, name, format, conversion in parts if name is not None]
         odd = [name for name, shaped in fields if shaped or not re.fullmatch(r"\w+(\.\w+)*", name)]
         if odd:
-            raise ValueError(f"{{{odd[0]}}} names no field of a row; a brace that is no field is written twice, {{{{}}}}")
+            raise ValueError(f"{{{odd[0]}}} names no field of a row; write a literal brace twice, {{{{}}}}")
         return template
 
     def read(self) -> tuple[list[Prompt], list[Prompt]]:
@@ -90,7 +90,7 @@ class Table(Task):
         """Prompts of (place, row). Raises ValueError with the place of a row that gives none, or where there is no row."""
         made = [self._make(where, row) for where, row in rows]
         if not made:
-            raise ValueError(f"{source} holds no problem")
+            raise ValueError(f"{source} holds no problems")
         return made
 
     def _make(self, where: str, row: Any) -> Prompt:
@@ -106,10 +106,10 @@ class Table(Task):
         else:
             gold = self._text(where, name, value)
         if messages and messages[-1]["role"] == "assistant":
-            raise ValueError(f"{where}: field '{asked}' ends with the assistant's message; that is an answer, not the prompt")
+            raise ValueError(f"{where}: field '{asked}' ends with the assistant's message, which is an answer, not a prompt")
         text = question(messages) if messages else text
         if not text.strip():
-            raise ValueError(f"{where}: the prompt is empty; take the row out, or set task.prompt_field or task.template")
+            raise ValueError(f"{where}: the prompt is empty; remove the row, or set task.prompt_field or task.template")
         return Prompt(text, self._gold(where, name, gold), dict(row), messages, where)
 
     def _asked(self, where: str, row: Any) -> tuple[str, tuple[Message, ...], str]:
@@ -154,7 +154,7 @@ class Table(Task):
 
     def _gold(self, where: str, name: str, answer: str) -> str:
         if not answer.strip():
-            raise ValueError(f"{where}: field '{name}' is empty; take the row out, or set task.answer_field")
+            raise ValueError(f"{where}: field '{name}' is empty; remove the row, or set task.answer_field")
         if self.answer_pattern is None:
             return answer
         try:
@@ -179,15 +179,13 @@ class Table(Task):
         if shared and self.on_overlap == "fail":
             one, other = self.sources
             raise ValueError(
-                f"{len(shared)} prompts stand both in {one} and in {other}, e.g. {min(shared)!r}; "
-                "`on_overlap: drop` would leave them out of training"
+                f"{len(shared)} prompts are both in {one} and in {other}, e.g. {min(shared)!r}; "
+                "`on_overlap: drop` leaves them out of training"
             )
         if shared:
             train = [prompt for prompt in train if same(prompt.text) not in kept_out]
             if not train:
-                raise ValueError(
-                    f"every prompt of {self.sources[0]} stands in {self.sources[1]} too; nothing is left to train on"
-                )
+                raise ValueError(f"every prompt of {self.sources[0]} is also in {self.sources[1]}; nothing is left to train on")
         return train, held_out
 
     def training(self) -> list[Prompt]:

@@ -145,14 +145,14 @@ def _credit(transport: Transport, name: str, rollout: Rollout, recipe: Recipe, i
     if "values" in transport.needs and rollout.values is None:
         raise RecipeError(f"{where} needs values, and the run had no critic, so its rollouts hold none")
     if "reference" in transport.needs and rollout.reference_logprobs is None:
-        raise RecipeError(f"{where} needs the reference's log-probabilities, which the run did not take")
+        raise RecipeError(f"{where} needs the reference's log-probabilities, which the run did not store")
     if "groups" in transport.needs and recipe.training.responses_per_prompt < 2:
-        raise RecipeError(f"{where} compares responses to one prompt, of which the run sampled one each")
+        raise RecipeError(f"{where} compares responses to one prompt, but the run sampled only one per prompt")
     for missing, what in transport.statistics.items():
         if missing not in rollout.stats:
             raise RecipeError(
-                f"{where} reads the statistic {missing} ({json.dumps(what.model_dump(mode='json'))}), which the run's forward "
-                f"did not take; stored are: {', '.join(rollout.stats)}. A run stores it if its transport asks for it "
+                f"{where} reads the statistic {missing} ({json.dumps(what.model_dump(mode='json'))}), which the run did "
+                f"not measure; stored are: {', '.join(rollout.stats)}. A run stores a statistic if its transport reads it "
                 "or logging.statistics names it"
             )
     try:

@@ -258,7 +258,7 @@ def new_part(axis: str, name: str, folder: Path) -> list[Path]:
     as_text = isinstance(load(name)[0], str) if re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII) else False
     if not as_text or keyword.iskeyword(name):
         raise RecipeError(
-            f"'{name}' cannot name a module and a recipe; use letters, digits, underscores, for example half_life"
+            f"'{name}' cannot name a module and a recipe; use letters, digits and underscores, for example half_life"
         )
     load_entry_points()
     if name in REGISTRIES[axis].names():

@@ -1,4 +1,4 @@
-"""What watches a run: the recorder (metrics, samples, checkpoints), the live display, and the recipe's callbacks."""
+"""Observers of a run: the recorder (metrics, samples, checkpoints), the live display, and the recipe's callbacks."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Recorder(Checkpoint):
             self.ending.lap()
 
     def _checkpoint(self, trainer: Trainer, iteration: int) -> None:
-        """All processes call; the first one's place is where the parts of DeepSpeed's are put together."""
+        """Called by all processes; the parts of a DeepSpeed checkpoint are collected at the first one's path."""
         path = self.folder.checkpoint_file(iteration)
         with self._agreed(), ExitStack() as stack:
             place = stack.enter_context(kept(self.folder.path, path)) if trainer.is_global_zero else path
@@ -130,7 +130,7 @@ class Recorder(Checkpoint):
             self.folder.drop(*self.folder.checkpoints[: -self.recipe.training.keep_checkpoints])
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        """Export while every process still holds its part of the weights."""
+        """Export while every process still has its part of the weights."""
         assert isinstance(module, Loop)
         self.display.show(stage="export")
         with self._agreed(), kept(self.folder.path, self.folder.policy) if trainer.is_global_zero else nullcontext() as place:
@@ -138,7 +138,7 @@ class Recorder(Checkpoint):
 
     @contextmanager
     def _agreed(self) -> Iterator[None]:
-        """What the first process cannot write is raised on every process, so that none waits for it."""
+        """If the first process cannot write, raise on every process, so that none waits for it."""
         refused: WriteError | None = None
         try:
             yield
@@ -149,7 +149,7 @@ class Recorder(Checkpoint):
             raise found
 
     def _take_over(self, reached: int) -> None:
-        """A resumed run has done its first iteration, so nothing refused it: what came after its checkpoint goes."""
+        """A resumed run has done its first iteration, so it was not refused: remove what came after its checkpoint."""
         write_text(self.folder.recipe_file, dump_recipe(self.recipe))
         self.folder.drop_after(reached)
 
@@ -239,12 +239,12 @@ class Display:
 
 # --- callbacks of the recipe ------------------------------------------------------------------
 def made(callback: LightningCallback) -> Callback:
-    """The callback that a recipe asks for. Raises RecipeError where there is no such class, or it cannot be made."""
+    """The callback that a recipe names. Raises RecipeError if there is no such class, or it cannot be created."""
     where, _, name = callback.use.rpartition(":" if ".py:" in callback.use else ".")
     try:
         cls = getattr(run_file(Path(where)) if where.endswith(".py") else import_module(where), name)
         if not (isinstance(cls, type) and issubclass(cls, Callback)):
-            raise TypeError("it is no class of a lightning.pytorch.Callback")
+            raise TypeError("it is not a subclass of lightning.pytorch.Callback")
         return cls(**callback.arguments)
     except RAISED as error:
         raise RecipeError(f"callbacks: {callback.use}: {error_text(error)}") from error
@@ -252,7 +252,7 @@ def made(callback: LightningCallback) -> Callback:
 
 @contextmanager
 def named(callbacks: Sequence[tuple[str, Callback]]) -> Iterator[None]:
-    """Raises TrainingStopped with the name of the callback in which something was raised; cct's own errors pass."""
+    """Raises TrainingStopped with the name of the callback that raised; cct's errors pass unchanged."""
     try:
         yield
     except (TrainingStopped, RecipeError, WriteError):
@@ -270,7 +270,7 @@ def named(callbacks: Sequence[tuple[str, Callback]]) -> Iterator[None]:
 
 
 def must_be_plain(callbacks: Sequence[tuple[str, Callback]]) -> None:
-    """Raises TrainingStopped where a callback's state cannot be read back: a checkpoint that holds it would be lost."""
+    """Raises TrainingStopped if a callback's state cannot be read back, because a checkpoint with it would be unreadable."""
     for name, callback in callbacks:
         file = io.BytesIO()
         try:
@@ -279,6 +279,6 @@ def must_be_plain(callbacks: Sequence[tuple[str, Callback]]) -> None:
             torch.load(file, weights_only=True)
         except RAISED as error:
             raise TrainingStopped(
-                f"callback '{name}': its state_dict cannot be read back from a checkpoint, which holds tensors and plain data "
-                f"only: {why_unreadable(error)}"
+                f"callback '{name}': its state_dict cannot be read back from a checkpoint, which may only hold tensors and "
+                f"plain data: {why_unreadable(error)}"
             ) from error

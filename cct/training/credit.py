@@ -37,7 +37,7 @@ MOMENTS_DECAY = 0.9
 
 
 def random_order(recipe: Recipe, iteration: int, rows: Sequence[Row]) -> list[list[int]]:
-    """Minibatches of an iteration's rows, by their numbers as they were sampled: random episodes, each with all its rows."""
+    """Minibatches of an iteration's rows, as numbers in sampling order: random episodes, each with all its rows."""
     of_episode: dict[int, list[int]] = {}
     for number, row in enumerate(rows):
         of_episode.setdefault(row.episode, []).append(number)
@@ -57,7 +57,7 @@ class Estimator:
 
     @property
     def reads(self) -> bool:
-        """Whether the behaviour forward says something that neither the update's own forward nor the engine does."""
+        """Whether the behaviour forward gives something that neither the update's forward nor the engine does."""
         recipe, geometry, training = self.recipe, self.recipe.geometry, self.recipe.training
         if recipe.statistics or recipe.transport.reads_policy or recipe.critic is not None or self.reference is not None:
             return True
@@ -96,7 +96,7 @@ class Estimator:
         )
 
     def _of_episodes(self, rows: Sequence[Row], turns: Tensor) -> dict[str, Any]:
-        """What a rollout says of episodes. turns: [B, T], `OBSERVED` where the policy emitted nothing."""
+        """The fields of a rollout about episodes. turns: [B, T], `OBSERVED` where the policy emitted nothing."""
         device, episodes = self.agent.actor.device, torch.tensor([row.episode for row in rows])
         names = dict.fromkeys(name for row in rows for turn in row.response.turns for name in turn.rewards)
         every = [(row.group, turn.state) for row in rows for turn in row.response.turns if turn.state is not None]
@@ -131,7 +131,7 @@ class Estimator:
     def branch(
         self, sampler: Sampler, rollout: Rollout, rows: Sequence[Row], iteration: int
     ) -> tuple[Rollout, dict[str, float]]:
-        """The rollout with values of the states its transport asks for, by continuing responses from them, and the cost."""
+        """The rollout with values of the states that its transport marks, by continuing responses from them, and the cost."""
 
         def text_of(token: int) -> str:
             return str(sampler.tokenizer.decode([token]))
@@ -199,7 +199,7 @@ class Estimator:
         return read, [reading.trace for reading in readings if reading.trace is not None]
 
     def _check(self, rollout: Rollout, iteration: int) -> None:
-        """Names who gave NaN or infinity, before a transport makes something of it."""
+        """Raise with the name of the part that returned NaN or infinity, before the transport runs."""
         mask, recipe = rollout.mask, self.recipe
         policy = "policy" if self.reads else f"policy, by engine '{recipe.generation.use}'"
         given = {
@@ -219,7 +219,7 @@ class Estimator:
                     check(recipe.critic, rollout.bootstrap, rollout.valid, output="value after the last token")
 
     def charge_kl(self, rollout: Rollout) -> tuple[Rollout, dict[str, float]]:
-        """Each token pays its KL to the reference policy, with `geometry.kl_in_reward`; and the mean of what was estimated."""
+        """Subtract each token's KL to the reference policy (`geometry.kl_in_reward`); also returns the mean estimate."""
         geometry, reference = self.recipe.geometry, rollout.reference_logprobs
         if not geometry.kl_in_reward or reference is None:
             return rollout, {}
@@ -228,7 +228,7 @@ class Estimator:
         return rollout.replace(rewards=rollout.rewards - geometry.kl_in_reward * kl), {"train/reference_kl": mean}
 
     def credit(self, rollout: Rollout, iteration: int) -> tuple[Credit, Rollout]:
-        """The transport's credit, and the rollout as the transport saw it: with the critic's own baseline where it has one."""
+        """The transport's credit, and the rollout as the transport saw it: with the critic's baseline if it has one."""
         recipe, credit = self.recipe, self._transport(rollout, iteration)
         if recipe.critic is None or credit.value_targets is None:
             return credit, rollout
@@ -252,7 +252,7 @@ class Estimator:
         return self._transport(rollout, iteration), rollout
 
     def _transport(self, rollout: Rollout, iteration: int) -> Credit:
-        """What the transport makes of it. Raises TrainingStopped where that is no credit, naming the part that is to blame."""
+        """The transport's credit. Raises TrainingStopped if it is not valid, with the name of the part that caused it."""
         transport = self.recipe.transport
         with (
             attributed_to(f"transport '{transport.use}'", iteration, self.recipe),
@@ -266,7 +266,7 @@ class Estimator:
         return credit
 
     def remember(self, rollout: Rollout) -> None:
-        """Let an iteration that is over count in the running moments of later ones."""
+        """Add a finished iteration to the running moments of later ones."""
         for name in self.recipe.statistics:
             new = tuple(float(x) for x in masked_mean_std(rollout.stats[name], rollout.mask))
             old = self.moments.get(name, new)
@@ -274,11 +274,11 @@ class Estimator:
 
 
 def _of_one_kind(other: object, rollout: Rollout, name: str) -> None:
-    """Raises TrainingStopped where what a critic's `baseline` returned cannot stand for the rollout."""
+    """Raises TrainingStopped if a critic's `baseline` returned something other than a valid rollout."""
     values = other.values if isinstance(other, Rollout) else None
     if values is None or values.shape != rollout.mask.shape or not values.is_floating_point():
         found = f"a rollout with {described(values)} as values" if isinstance(other, Rollout) else described(other)
         raise TrainingStopped(
-            f"critic '{name}' returned {found} as its baseline; expected the rollout with values of shape "
+            f"critic '{name}' returned {found} as its baseline; expected a rollout with values of shape "
             f"{tuple(rollout.mask.shape)}, or None"
         )

@@ -29,7 +29,7 @@ from .rows import OBSERVED, Sampled, Span
 
 @dataclass
 class Past:
-    """An episode's beginning that was sampled before: whole turns, and the first tokens of the next one."""
+    """The beginning of an episode sampled earlier: whole turns, and the first tokens of the next one."""
 
     turns: list[Completion] = field(default_factory=list)
     prefix: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ class Past:
 
 @dataclass
 class Playing:
-    """An episode that is not over."""
+    """An unfinished episode."""
 
     number: int
     asked: Prompt
@@ -77,7 +77,7 @@ class Playing:
 
 
 class Episodes:
-    """Plays a recipe's environment. engine: asked for when it is first needed."""
+    """Plays a recipe's environment. engine: created when it is first needed."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Episodes:
 
     @property
     def pool(self) -> EpisodePool:
-        """Opened when it is first needed; its workers stay until `close`."""
+        """Opened when it is first needed; its workers live until `close`."""
         if self._pool is None:
             self._pool = EpisodePool(self.environment)
         return self._pool
@@ -202,7 +202,7 @@ class Episodes:
         return [said[p.number] for p in living]
 
     def _take(self, playing: Playing, completion: Completion, k: int) -> Action:
-        """The turn becomes a part of the episode; the action that it is."""
+        """Add the turn to the episode; returns its action."""
         span = playing.spans[-1]
         span.tokens += completion.tokens
         span.turns += [k] * len(completion.tokens)
@@ -214,7 +214,7 @@ class Episodes:
         return Action(text, raw, completion.finished)
 
     def _answer(self, playing: Playing, action: Action, step: Step | Failure, k: int) -> Sampled | None:
-        """What the environment made of it; the episode where it is over."""
+        """Process the environment's answer; returns the episode if it is over."""
         if isinstance(step, Failure):
             self._fail(step, playing.prompt, k + 1)
             return playing.sampled(True, keep=self.environment.on_error != "drop")
@@ -257,7 +257,7 @@ class Episodes:
         return True
 
     def _fail(self, failure: Failure, prompt: Prompt, turn: int) -> None:
-        """Raises TrainingStopped under `on_error: fail`; else it is counted."""
+        """Raises TrainingStopped under `on_error: fail`; otherwise counts the failure."""
         environment = self.environment
         if environment.on_error == "fail":
             when = f"in turn {turn}" if turn else "at its start"

@@ -37,7 +37,9 @@ def _greedy(sampler: Sampler, name: str, every: Sequence[Prompt], iteration: int
     if not every:
         raise TrainingStopped(f"{name}: the task has no held-out prompts")
     if not prompts:
-        raise TrainingStopped(f"{name}: every prompt is too long; raise the model's or the engine's limit, or take others")
+        raise TrainingStopped(
+            f"{name}: every prompt is too long; raise the model's or the engine's limit, or use other prompts"
+        )
     numbers = list(sampler.ranks.share(len(prompts)))
     sampled = sampler.respond([prompts[number] for number in numbers], None, numbers)
     mine, responses = [one.prompt for one in sampled], [one.response for one in sampled]

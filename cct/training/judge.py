@@ -1,4 +1,4 @@
-"""Rewards of responses: what each evidence makes of them, weighted and summed, and what it could not judge."""
+"""Rewards of responses: the scores of all evidence, weighted and summed, and what could not be judged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Failures(Counter[str]):
 
     @classmethod
     def joined(cls, parts: Iterable[Failures]) -> Failures:
-        """Of several processes or steps, the earlier ones' reasons first."""
+        """Combine the failures of several processes or steps; earlier reasons come first."""
         whole = cls()
         for part in parts:
             whole.update(part)
@@ -40,7 +40,7 @@ class Failures(Counter[str]):
         return whole
 
     def lines(self, judged: int, where: str) -> list[str]:
-        """What a person should see: evidence that failed for a large share of so many responses, or abstained from all."""
+        """Warnings to print: evidence that failed for a large share of the responses, or abstained on all of them."""
         found = []
         for kind, count in self.items():
             what, _, name = kind.partition("/")
@@ -74,7 +74,7 @@ def scores(
                     said = "" if checked.timed_out else "failed: "
                     raise TrainingStopped(
                         f"evidence '{part.use}' {said}{checked.reason}, judging {response.text!r} "
-                        f"(prompt {prompt.text!r}); `on_error: zero` or `drop` would go on"
+                        f"(prompt {prompt.text!r}); with `on_error: zero` or `drop` the run would continue"
                     ) from checked.cause
                 failures.add(f"{'timeouts' if checked.timed_out else 'errors'}/{part.use}", checked.reason)
             elif not checked:
@@ -83,14 +83,14 @@ def scores(
     for prompt, meta in zip(distinct, before, strict=True):
         if meta is not None and _pickled(prompt.meta) != meta:
             raise TrainingStopped(
-                f"evidence '{part.use}' changed the meta of the prompt {prompt.text[:60]!r} in place, which other evidence and "
-                "later iterations read; it must work on a copy"
+                f"evidence '{part.use}' changed the meta of the prompt {prompt.text[:60]!r} in place, but other evidence and "
+                "later iterations read it; change a copy instead"
             )
     return scored
 
 
 def _pickled(meta: dict[str, Any]) -> bytes | None:
-    """What a prompt's meta holds; None where it cannot be pickled."""
+    """The content of a prompt's meta; None if it cannot be pickled."""
     try:
         return pickle.dumps(meta)
     except Exception:

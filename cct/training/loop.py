@@ -30,7 +30,7 @@ from .updates import Updates
 
 @dataclass
 class Iteration:
-    """What an iteration leaves behind for those who watch the run."""
+    """The results of an iteration, for observers of the run."""
 
     number: int
     rows: list[Row]  # the responses, in the rollout's order
@@ -136,7 +136,7 @@ class Loop(Updates):
         plan: Plan,
         plans: Sequence[Plan],
     ) -> list[CriticBatch]:
-        """What the critic learns from: this iteration, and those before it as the present policy reads them."""
+        """The critic's training data: this iteration, and earlier ones as the current policy reads them."""
         if not traces or credit.value_targets is None:
             return []
         rank = Ranks.current().rank
@@ -146,14 +146,14 @@ class Loop(Updates):
         return batches
 
     def remember(self, rollout: Rollout, credit: Credit, cuts: Sequence[int]) -> None:
-        """Let an iteration that is over count in what later ones are measured by and learn from."""
+        """Add a finished iteration to the running moments and to the critic's window."""
         self.estimator.remember(rollout)
         window = self.recipe.training.critic_window
         if credit.value_targets is not None and window > 1:
             self.past = [CriticData.of(rollout, credit.value_targets, cuts), *self.past][: window - 1]
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """Greedy evaluation of the present policy, after an iteration, on the held-out problems."""
+        """Greedy evaluation of the current policy on the held-out problems, after an iteration."""
         self.on_stage("evaluate")
         started = time.perf_counter()
         self.evaluated = evaluate(self.sampler, iteration)
@@ -169,7 +169,7 @@ class Loop(Updates):
         self.log_dict(metrics, logger=False, on_step=False, on_epoch=True, batch_size=1)  # for callbacks, the user's own too
 
     def train_dataloader(self) -> DataLoader:
-        """One batch an epoch, with nothing in it: the training step samples its own data."""
+        """One empty batch per epoch: the training step samples its data."""
         return DataLoader([0], batch_size=None)  # type: ignore[arg-type]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -180,7 +180,7 @@ class Loop(Updates):
         state, device = checkpoint[STATE], self.agent.actor.device
         self.estimator.moments, past = state["moments"], state.get("lessons", [])
         if past and state.get("lessons_of") != origin_of(self.recipe):
-            self.say(f"the critic's window begins anew: its {len(past)} earlier iterations were made under another recipe")
+            self.say(f"the critic's window starts empty: its {len(past)} earlier iterations are from another recipe")
             past = []
         size = self.recipe.training.minibatch_size
         for saved in past:  # of a run from before episodes

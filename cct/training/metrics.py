@@ -1,4 +1,4 @@
-"""What an iteration is measured by: names and meanings stand in docs/runs.md."""
+"""Metrics of an iteration; docs/runs.md explains their names."""
 
 from __future__ import annotations
 

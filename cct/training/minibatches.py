@@ -42,7 +42,7 @@ class PolicyBatch:
 
 @dataclass
 class CriticBatch:
-    """Rows for one forward and backward of the critic, over what the actor's forward left behind."""
+    """Rows for one forward and backward of the critic, over the traces of the actor's forward."""
 
     trace: Trace
     mask: Tensor  # [B, T]
@@ -52,7 +52,7 @@ class CriticBatch:
 
     @property
     def prompt_keys(self) -> Tensor:
-        """[B] a number of each row's prompt: what an ensemble splits its data by."""
+        """[B] a number per prompt, by which an ensemble splits its data."""
         width = self.mask.shape[1]
         return prompt_numbers(self.trace.input_ids[:, :-width], self.trace.attention_mask[:, :-width])
 
@@ -143,7 +143,7 @@ def correction(rollout: Rollout, geometry: Geometry) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class CriticData:
-    """What a critic learns from one iteration: its responses and their value targets.
+    """A critic batch: the responses of one iteration and their value targets.
 
     Traces are not kept: when it is gone over again, the policy of that time makes new ones.
     """
@@ -175,7 +175,7 @@ class CriticData:
 
     @torch.no_grad()
     def traces(self, agent: Agent, mine: Sequence[list[int]]) -> list[Trace]:
-        """What the critic reads as the present policy makes it, for the rows of each of a process's forwards."""
+        """The critic's inputs under the current policy, for the rows of each of a process's forwards."""
         traces = []
         for rows, _ in map(or_any, mine):
             columns, width = trimmed(self, rows)

@@ -1,4 +1,4 @@
-"""Which rows go through the model together. How rows are split and padded changes what a forward costs and no number."""
+"""Which rows go through the model together. Splitting and padding change the cost of a forward, but no number."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _within(share: list[int], sizes: Sequence[Size], tokens: int) -> list[list[i
 
 
 def _divide(parts: list[list[int]], count: int) -> list[list[int]]:
-    """The same rows in `count` parts, by halving those with most rows: ranks must make equally many forwards.
+    """The same rows in `count` parts, by halving the largest parts: all ranks must make the same number of forwards.
 
     Parts without a row where there are not enough rows; `or_any` says what is read for them.
     """
@@ -90,7 +90,7 @@ def _divide(parts: list[list[int]], count: int) -> list[list[int]]:
 
 
 def or_any(rows: list[int]) -> tuple[list[int], float]:
-    """The rows of a forward, and the factor of their weights: where there are none any row, which counts nothing."""
+    """The rows of a forward, and the factor of their weights; without rows, any row with weight 0."""
     return (rows, 1.0) if rows else ([0], 0.0)
 
 

@@ -59,7 +59,7 @@ class OneFile(TorchCheckpointIO):
     """Checkpoints that are one file, written to their place; Lightning's own go through memory and the system's /tmp."""
 
     refused: Exception | None = None
-    """Why the last one could not be written; for when every process has passed the barrier behind it."""
+    """Why the last checkpoint could not be written; read once every process has passed the barrier after it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         try:
@@ -93,7 +93,7 @@ def _deepspeed(training: Training, on_gpu: bool) -> Strategy:
     from lightning.pytorch.strategies import DeepSpeedStrategy
 
     class OnlyTensors(DeepSpeedStrategy):
-        """DeepSpeed whose checkpoints run no code when they are read."""
+        """DeepSpeed with checkpoints that run no code when they are loaded."""
 
         def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             with tensors_only():

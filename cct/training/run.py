@@ -51,25 +51,25 @@ def start(
     if not is_first():
         return train(recipe, None, console=console, callbacks=callbacks)
     if into is not None and into.exists() and not (into.is_dir() and not any(into.iterdir())):
-        raise RecipeError(f"{into}: something is there already; name a new folder, or go on with --resume")
+        raise RecipeError(f"{into}: the folder is not empty; name a new one, or resume the run with --resume")
     run = RunFolder(into) if into else RunFolder.new(root, recipe.name)
     folder = run.path
     with run.only_run():
         if any(path.name != LOCK for path in folder.iterdir()):  # another run was faster
-            raise RecipeError(f"{folder}: something is there already; name a new folder, or go on with --resume")
+            raise RecipeError(f"{folder}: the folder is not empty; name a new one, or resume the run with --resume")
         try:
             train(recipe, folder, console=console, callbacks=callbacks)
         except BaseException as error:  # an interrupt too
             if not run.has_begun:
                 remove(folder)
                 if not isinstance(error, RecipeError):
-                    console.print(f"nothing was trained yet; {folder} is removed", soft_wrap=True)
+                    console.print(f"nothing was trained yet; removed {folder}", soft_wrap=True)
             raise
     return folder
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes; the others learn the folder from it."""
+    """Whether this is the process that writes; the others get the folder from it."""
     return (_get_rank() or 0) == 0
 
 
@@ -167,15 +167,15 @@ def _trainer(recipe: Recipe, run: RunFolder | None, first: int, callbacks: list[
 
 
 def _say_how_to_go_on(recipe: Recipe, run: RunFolder, say: Callable[[str], None]) -> None:
-    """Of a run that ended before its last iteration."""
+    """Messages about a run that ended before its last iteration."""
     saved = run.checkpoints
     if saved and int(saved[-1].stem) < recipe.training.iterations:
-        say(f"stopped early; go on with: cct run --resume {shlex.quote(str(run))}")
+        say(f"stopped early; resume with: cct run --resume {shlex.quote(str(run))}")
     elif not saved:
         every = recipe.training.checkpoint_every
         say(
-            f"stopped before the first checkpoint (training.checkpoint_every is {every}), so nothing can be resumed; start the "
-            f"recipe again. {run} keeps the metrics"
+            f"stopped before the first checkpoint (training.checkpoint_every is {every}), so the run cannot be resumed; start "
+            f"the recipe again. {run} keeps the metrics"
         )
 
 
@@ -221,8 +221,8 @@ def evaluate_run(folder: Path, samples: int = 0, ks: Sequence[int] = (1,), *, tr
     run.must_be_trained()
     if (why := damage(folder, run.policy)) is not None:
         raise RecipeError(
-            f"{folder}: {why}; `cct export {folder} FOLDER` writes the policy again from a checkpoint, and without its line in "
-            f"{SUMS} the file is taken as it is"
+            f"{folder}: {why}; `cct export {folder} FOLDER` writes the policy again from a checkpoint. To accept the file "
+            f"as it is, remove its line from {SUMS}"
         )
     path = json.dumps(str(run.policy.resolve()))
     start = ("revision", "gguf_file", "lora", "warm_start")  # of what the run began with

@@ -42,7 +42,7 @@ def _first(response: Response, count: int) -> tuple[int, ...]:
 
 
 class Sampler:
-    """Samples responses from a policy and judges them, on each process its share.
+    """Samples responses from a policy and judges them; each process does its share.
 
     What is drawn depends on a seed and a response's number only: not on the processes, nor on the batch it is sampled in.
     """
@@ -69,7 +69,7 @@ class Sampler:
     # --- the engine ---------------------------------------------------------------------------
     @property
     def engine(self) -> Engine:
-        """Opened when it is first needed: the processes know each other, and weights are restored, by then."""
+        """Opened when it is first needed: by then the processes are connected and the weights restored."""
         if self._engine is None:
             try:
                 self._engine = self.recipe.generation.open(self.actor, self.tokenizer)
@@ -82,7 +82,7 @@ class Sampler:
         return self._ranks or Ranks.current()
 
     def sync(self) -> dict[str, float]:
-        """Give the engine the actor's present weights. Returns metrics; raises TrainingStopped where they then differ."""
+        """Give the engine the actor's current weights. Returns metrics; raises TrainingStopped if they then differ."""
         try:
             return self.engine.sync()
         except EngineError as error:
@@ -204,11 +204,12 @@ class Sampler:
         return of_state, cost
 
     def key(self, row: Row) -> int:
-        """What rows whose responses begin in the same state share: their prompt, or with an environment their episode."""
+        """A key that is equal for rows whose responses begin in the same state: their prompt, or with an environment their
+        episode."""
         return row.group if self.episodes is None else row.episode
 
     def _continued(self, states: Sequence[tuple[Row, tuple[int, ...]]], seeds: Sequence[int]) -> list[Sampled]:
-        """The response of each row, anew from behind its first tokens."""
+        """The response of each row, sampled again after its first tokens."""
         if self.episodes is None:
             room = self.recipe.generation.max_new_tokens
             completions = self.engine.generate(

@@ -34,7 +34,7 @@ def iteration_of(recipe: Recipe, epoch: int) -> int:
 
 
 class PassAdamW(torch.optim.AdamW):
-    """AdamW that leaves groups marked inactive alone, moments included.
+    """AdamW that does not change inactive groups, moments included.
 
     The critic's passes and the policy's share one optimizer, because DeepSpeed knows only one; under it a
     group without gradients has zeros, by which AdamW's moments would decay and still move the weights.
@@ -102,7 +102,7 @@ class Updates(LightningModule):
         return {"actor": self.recipe.training.learning_rate, "critic": self.recipe.training.critic_learning_rate}[name]
 
     def on_train_start(self) -> None:
-        """A checkpoint brings rates and decay of the recipe it was taken under; those of this one count."""
+        """Replace learning rates and weight decay of the checkpoint's recipe by those of this one."""
         schedule = self.lr_schedulers()
         assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
         groups = self.optimizers().param_groups  # type: ignore[union-attr]
@@ -145,11 +145,12 @@ class Updates(LightningModule):
 
     @property
     def _deepspeed(self) -> Any:
-        """DeepSpeed's engine, which is told where a step ends, and left to count micro-batches of one; None without it."""
+        """DeepSpeed's engine, notified of the end of a step and configured for one micro-batch per step; None without
+        DeepSpeed."""
         return getattr(self.trainer.strategy, "deepspeed_engine", None)
 
     def _clip(self, learner: str) -> None:
-        """Actor and critic are clipped each by its own norm, so that a loud critic does not shrink the policy's step."""
+        """Clip actor and critic separately, so that large critic gradients do not shrink the policy's step."""
         touched = [p for p in self.parameters_of[learner] if p.grad is not None]
         if touched:
             norm = torch.nn.utils.clip_grad_norm_(touched, self.recipe.training.gradient_clip)
@@ -216,7 +217,7 @@ class Updates(LightningModule):
             self.sums[name] += float(value)
 
     def update_metrics(self) -> dict[str, float]:
-        """Means over the iteration's optimizer steps, of the critic and of the policy each, over all processes; counts anew."""
+        """Means over the iteration's optimizer steps and all processes, for critic and policy separately; then resets."""
         everyone = Ranks.current().gather(dict(self.sums))
         steps = {"policy": self.steps["actor"], "critic": self.steps["critic"]}
         means = {name: sum(part[name] for part in everyone) / steps[name.split("/")[0]] for name in self.sums}

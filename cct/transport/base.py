@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class _Reader(Component):
-    """What transports and gates share."""
+    """The common base of transports and gates."""
 
     @property
     def statistics(self) -> dict[str, Statistic]:
@@ -77,17 +77,17 @@ class Transport(_Reader):
 
     @property
     def whitens(self) -> Literal["token", "sequence"] | None:
-        """What each counts once where advantages are shifted and scaled over the batch; None where they are not."""
+        """The unit over which advantages are shifted and scaled in the batch; None if they are not."""
         return None
 
     @property
     def engine_ratio(self) -> RatioScope:
-        """Whose ratio of trainer to engine a token's advantage holds already: its own, that of tokens after it."""
+        """The ratios of trainer to engine that a token's advantage already contains: its own, those of later tokens."""
         return frozenset()
 
     @property
     def least_responses(self) -> int:
-        """Responses to one prompt below which every advantage would be 0; the recipe is refused."""
+        """Minimum number of responses per prompt; with fewer, every advantage would be 0, and the recipe is refused."""
         return 2 if "groups" in self.needs else 1
 
     @property

@@ -164,7 +164,7 @@ def judge(
         if isinstance(error, Malformed) and malformed:
             return Verdict(name, NOT, says, "not judged, since `form` fails")
         malformed |= isinstance(error, Malformed) and name == "form"
-        advice = f"\nwhere that is meant, it says so: waives = {{'{name}': 'why'}}" if each.waivable else ""
+        advice = f"\nif this is intended, waive it: waives = {{'{name}': 'why'}}" if each.waivable else ""
         return Verdict(name, FAILED, says, f"{error}{advice}", show(error.case) if error.case is not None else "")
 
     verdicts = [_contract(operator, found)]
@@ -177,7 +177,7 @@ def judge(
 
 def _contract(operator: Component, found: list[Property]) -> Verdict:
     """What it claims and waives can be claimed and waived."""
-    says = "what it claims and waives can be claimed and waived"
+    says = "its claims and waivers are ones that can be claimed and waived"
     if not isinstance(operator.claims, Set) or not isinstance(operator.waives, Mapping):
         wrong = f"claims is {operator.claims!r}, waives {operator.waives!r}; expected a set of names, and a dict of reasons"
         return Verdict("contract", FAILED, says, wrong)

@@ -211,7 +211,7 @@ def stretched(rollout: Rollout, times: int) -> tuple[Rollout, Tensor]:
 def cut(rollout: Rollout, later: Tensor, backwards: bool) -> tuple[Rollout, Tensor]:
     """Each row as an episode that has a new row from each position in `later` [B, T] on; and where each position went, [B, T].
 
-    A later row has a longer prompt in place of what stands before it. backwards: the rows in the opposite order.
+    A later row has a longer prompt instead of what stands before it. backwards: the rows in the opposite order.
     """
     width = later.shape[1]
     begins = [[0, *row.nonzero().flatten().tolist()] for row in later]
@@ -255,7 +255,7 @@ def cast(rollout: Rollout, dtype: torch.dtype) -> Rollout:
 def same(name: str, expected: Tensor, got: Tensor, when: str, tolerance: float = 0.0) -> None:
     """Raises Broken where two tensors differ by more than `tolerance` of the greatest number (0: by one bit)."""
     if expected.shape != got.shape:
-        raise Broken(f"{when}, {name} has the shape {tuple(got.shape)} in place of {tuple(expected.shape)}")
+        raise Broken(f"{when}, {name} has the shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
     expected, got = expected.detach(), got.detach()
     if tolerance:
         limit = tolerance * max(1.0, float(expected.abs().max()) if expected.numel() else 0.0)
@@ -263,7 +263,7 @@ def same(name: str, expected: Tensor, got: Tensor, when: str, tolerance: float =
     else:
         good = torch.equal(expected, got)
     if not good:
-        raise Broken(f"{when}, {name} is {numbers(got)} in place of {numbers(expected)}")
+        raise Broken(f"{when}, {name} is {numbers(got)} instead of {numbers(expected)}")
 
 
 def numbers(x: Tensor) -> str:

@@ -246,13 +246,13 @@ def noise(critic: Critic, case: None) -> None:
             slopes = [p.grad.flatten() for p in agent.critic.parameters() if p.grad is not None]
             found.append((value, kept, torch.cat([torch.zeros(1), *slopes])))
         for value, kept, slope in found[1:]:
-            when = f"with targets of {value:g} in place of {found[0][0]:g} where the mask is off"
+            when = f"with targets of {value:g} instead of {found[0][0]:g} where the mask is off"
             same("the loss of other tokens", found[0][1], kept, when, ROUNDING)
             same("the gradient", found[0][2], slope, when, ROUNDING)
 
 
 def baseline(critic: Critic, case: None) -> None:
-    """What it puts in place of its values, for the transport, is as a critic's values are."""
+    """What it puts instead of its values, for the transport, is as a critic's values are."""
     for seed in range(3):
         rollout = Case(
             ((False,) * 4, (False, True, False, True), (False, False, True, True), (True,) * 4),
@@ -298,7 +298,7 @@ def precision(critic: Critic, batch: Batch) -> None:
     spread = max(1.0, float(exact.abs().max()))
     apart = float((low - exact).abs().mean())  # a random network may turn a rounding into more at one place
     if apart > BFLOAT16 * spread:
-        raise Broken(f"under bf16 its values are off by {apart:.3f} in the mean: {numbers(low)} in place of {numbers(exact)}")
+        raise Broken(f"under bf16 its values are off by {apart:.3f} in the mean: {numbers(low)} instead of {numbers(exact)}")
 
 
 def determinism(critic: Critic, batch: Batch) -> None:
@@ -328,19 +328,19 @@ def built(critic: Critic, case: None) -> None:
 
 CRITIC = [
     Property("determinism", "the same tokens give the same values", determinism, 0.25),
-    Property("form", "finite values [B, T + 1], within the rewards' bounds where its output is bounded", form, 0.25),
+    Property("form", "finite values [B, T + 1], within the rewards' bounds if its output is bounded", form, 0.25),
     Property("future", "V_t does not depend on tokens from t on, nor on other responses", future),
     Property("padding", "neither padding before prompts nor after responses matters", padding, 0.5),
     Property("order", "the order of the responses does not matter", order, 0.25),
-    Property("split", "each response alone in a micro-batch gets the same", split, 0.5),
+    Property("split", "each response alone in a micro-batch gets the same values", split, 0.5),
     Property("gradient", "no gradient of its values reaches the actor", gradient, cases=0),
-    Property("learns", "a step along the gradient of its loss lowers it, and takes values towards targets", learns, cases=0),
-    Property("precision", "bf16 agrees with float32; nothing is computed in less where it is off", precision, 0.25),
-    Property("built", "one seed makes one critic, and making it leaves the actor alone", built, cases=0),
-    Property("noise", "whatever the target is at masked positions, no other loss or gradient changes", noise, cases=0),
+    Property("learns", "a step along its loss's gradient lowers the loss and moves values towards targets", learns, cases=0),
+    Property("precision", "bf16 agrees with float32; with bf16 off, nothing is computed below float32", precision, 0.25),
+    Property("built", "a seed determines the critic, and building it does not change the actor", built, cases=0),
+    Property("noise", "targets at masked positions change no other loss or gradient", noise, cases=0),
     Property(
         "baseline",
-        "what it puts in place of its values is finite, in any order, and knows nothing of masked positions",
+        "its baseline is finite, independent of row order and of masked positions",
         baseline,
         cases=0,
         excused=lambda critic: "it changes none" if type(critic).baseline is Critic.baseline else "",

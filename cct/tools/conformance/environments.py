@@ -73,9 +73,9 @@ def same(expected: list[Answer], found: list[Answer], when: str) -> None:
     """Raises Broken where answers differ. Failures are the same where they say the same."""
     for turn, (one, other) in enumerate(zip(expected, found, strict=False)):
         if _plain(one) != _plain(other):
-            raise Broken(f"{when}, turn {turn} is answered {_plain(other)} in place of {_plain(one)}")
+            raise Broken(f"{when}, turn {turn} is answered {_plain(other)} instead of {_plain(one)}")
     if len(expected) != len(found):
-        raise Broken(f"{when}, the episode has {len(found) - 1} turns in place of {len(expected) - 1}")
+        raise Broken(f"{when}, the episode has {len(found) - 1} turns instead of {len(expected) - 1}")
 
 
 def _plain(answer: Answer) -> Any:
@@ -204,18 +204,18 @@ def _over(answer: Answer) -> bool:
 ENVIRONMENT = [
     Property(
         "determinism",
-        "prompt, seed and actions give the same episode at any time; no generator but Python's and numpy's is drawn from",
+        "prompt, seed and actions determine the episode; only Python's and numpy's random generators are used",
         determinism,
     ),
-    Property("form", "every answer can be used, and rewards add up to a total within its bounds", form),
-    Property("odd", "an answer to empty, garbled and unfinished turns too", odd, cases=0, waivable=True),
-    Property("replay", "an episode begun again at a later turn goes on as it did", replay, cases=0.5),
-    Property("neighbours", "an episode is the same whatever is played between its turns", neighbours, cases=0.5),
-    Property("remade", "made again from its name and knobs, as a worker does, it plays the same", remade, cases=0.5),
+    Property("form", "every answer is usable, and the total reward is within its bounds", form),
+    Property("odd", "it also answers empty, garbled and unfinished turns", odd, cases=0, waivable=True),
+    Property("replay", "an episode replayed up to a turn continues in the same way", replay, cases=0.5),
+    Property("neighbours", "an episode does not depend on episodes played between its turns", neighbours, cases=0.5),
+    Property("remade", "recreated from its name and knobs, as in a worker, it plays the same episodes", remade, cases=0.5),
     Property("close", "an episode can be closed twice", close, cases=0.25),
     Property(
         "expert",
-        "a demonstration is made of its alphabet, and ends where the episode does",
+        "a demonstration uses only its alphabet, and ends with the episode",
         expert,
         cases=0.5,
         excused=lambda each: "" if "demonstrations" in each.provides else "it has no expert",

@@ -89,7 +89,7 @@ def determinism(evidence: Evidence, case: Texts) -> None:
     for response, verdict in first.items():
         if verdict != second[response]:
             raise Broken(
-                f"judged again, in the reverse order and a day later, {response.text!r} gets {second[response]} in place of "
+                f"judged again, in the reverse order and a day later, {response.text!r} gets {second[response]} instead of "
                 f"{verdict}"
             )
     unchanged("prompt", untouched, prompt)
@@ -115,11 +115,11 @@ def batch(evidence: Evidence, case: Texts) -> None:
 
 EVIDENCE = [
     Property(
-        "determinism", "the same response gets the same, in any order, from no global generator; its prompt stays", determinism
+        "determinism", "a response always gets the same score, without global randomness; its prompt is unchanged", determinism
     ),
     Property("form", "a finite number within its bounds, or one reward for each token that adds up to one", form),
-    Property("short", "a verdict on empty, garbled and long responses too", short, cases=0, waivable=True),
-    Property("batch", "a batch is judged as its responses are one by one", batch),
+    Property("short", "it also judges empty, garbled and long responses", short, cases=0, waivable=True),
+    Property("batch", "a batch gets the same scores as its responses one by one", batch),
 ]
 
 

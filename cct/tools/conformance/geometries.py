@@ -122,7 +122,7 @@ def clip(geometry: Geometry, case: None) -> None:
 
 
 def weight(geometry: Geometry, case: None) -> None:
-    """Importance counts once: a token weighs no more than its ratio, or than 1."""
+    """Importance counts once: a token's weight is at most its ratio or 1, whichever is larger."""
     for apart in MOVED:
         old, one = torch.full((2, 1), -1.5), torch.ones(2, 1, dtype=torch.bool)
         slope = _pushed(geometry, Update(old + apart, old, torch.tensor([[1.0], [-1.0]]), one, old))
@@ -291,7 +291,7 @@ def determinism(geometry: Geometry, case: Case) -> None:
     for when, again in calls.items():
         for name, x in first.items():
             if not identical(x, again[name]):
-                raise Broken(f"{when}, {name} of the same input is {numbers(again[name])} in place of {numbers(x)}")
+                raise Broken(f"{when}, {name} of the same input is {numbers(again[name])} instead of {numbers(x)}")
 
 
 def extreme(geometry: Geometry, case: None) -> None:
@@ -322,17 +322,17 @@ def length(geometry: Geometry, case: None) -> None:
 
 
 GEOMETRY = [
-    Property("determinism", "the same input gives the same and is not written into", determinism, 0.5),
+    Property("determinism", "the same input gives the same result and stays unchanged", determinism, 0.5),
     Property("form", "a finite loss per token, 0 where masked, detached metrics per token", form),
     Property("moves", "at the sampling policy, its gradient is the policy gradient, A grad log pi", moves, waivable=True),
     Property(
         "clip",
-        "away from it, a token is pushed the way of its advantage or not at all, and pulled back where it moved against it",
+        "off policy, a token is never pushed against its advantage, and is pulled back if it moved against it",
         clip,
         cases=0,
         waivable=True,
     ),
-    Property("weight", "a token weighs no more than its ratio, or than 1", weight, cases=0, waivable=True),
+    Property("weight", "a token's weight is at most its ratio or 1, whichever is larger", weight, cases=0, waivable=True),
     Property(
         "reference",
         "the KL moves the policy towards the reference",
@@ -343,17 +343,17 @@ GEOMETRY = [
     ),
     Property(
         "marks",
-        "what it marks is trained on, and the same whatever stands elsewhere",
+        "marked tokens are trainable, and do not depend on masked positions",
         marks,
         cases=0.5,
         excused=lambda geometry: "" if geometry.marks else "it marks none",
     ),
-    Property("noise", "whatever stands at masked positions, NaN too, changes no bit of loss, gradient or metrics", noise),
-    Property("garbage", "NaN where a number counts gives NaN, or an error", garbage, cases=0.25),
+    Property("noise", "the content of masked positions, NaN included, changes no bit of loss, gradient or metrics", noise),
+    Property("garbage", "NaN in a number that matters gives NaN or an error", garbage, cases=0.25),
     Property("gap", "a response with a gap equals the one without it", gap),
     Property("padding", "neither the amount nor the side of padding matters", padding),
     Property("order", "the order of the responses does not matter", order),
-    Property("split", "each response alone in a micro-batch, as wide as it needs, gets the same loss and gradient", split),
+    Property("split", "each response alone in a micro-batch, without extra padding, gets the same loss and gradient", split),
     Property(
         "packed",
         "several responses in one row get the same loss and gradient",
@@ -367,7 +367,7 @@ GEOMETRY = [
         claimed="the trainer hands it all but the new log-probabilities detached",
     ),
     Property(
-        "precision", "float32 agrees with float64, and so do bf16 inputs; nothing is computed in less", precision, waivable=True
+        "precision", "float32 and bf16 inputs agree with float64; nothing is computed below float32", precision, waivable=True
     ),
     Property("extreme", "ratios beyond all bounds give a finite loss and gradient", extreme, cases=0),
     Property("short", "one-token and empty responses", short, cases=0),

@@ -80,7 +80,7 @@ def agree(
     """The outputs on `other`, brought `back` to the places of `rollout`, are those on `rollout`."""
     expected, got = outputs(operator, rollout), outputs(operator, other)
     if expected.keys() != got.keys():
-        raise Broken(f"{when}, it returns {', '.join(got)} in place of {', '.join(expected)}")
+        raise Broken(f"{when}, it returns {', '.join(got)} instead of {', '.join(expected)}")
     for name, x in expected.items():
         same(name, x, back(got[name]), when, tolerance)
 
@@ -190,11 +190,11 @@ def determinism(operator: Any, case: Case) -> None:
     def agrees(expected: dict[str, Tensor] | str, got: dict[str, Tensor] | str, when: str) -> None:
         if isinstance(expected, str) or isinstance(got, str):
             if expected != got:
-                raise Broken(f"{when}, the same rollout gives {got} in place of {expected}")
+                raise Broken(f"{when}, the same rollout gives {got} instead of {expected}")
         else:
             for name, x in expected.items():
                 if not identical(x, got[name]):
-                    raise Broken(f"{when}, {name} of the same rollout is {numbers(got[name])} in place of {numbers(x)}")
+                    raise Broken(f"{when}, {name} of the same rollout is {numbers(got[name])} instead of {numbers(x)}")
 
     first = answer(operator, case, 0)
     answer(operator, turned, 1)
@@ -374,18 +374,18 @@ def measured(operator: Gate, case: None) -> None:
 BOTH = [
     Property(
         "determinism",
-        "the same rollout gives the same, is not written into, and no global generator is drawn from",
+        "the same rollout gives the same result and stays unchanged; no global random generator is used",
         determinism,
         cases=0.5,
     ),
     Property("form", "[B, T], finite, 0 where masked; value targets where values are needed; gates in [0, 1]", form),
-    Property("needs", "what its `needs` and `statistics` do not name, it can do without", needs, cases=0.25),
-    Property("noise", "whatever stands at masked positions, NaN too, changes no bit", noise),
-    Property("garbage", "NaN where a number counts gives NaN, or an error", garbage, cases=0.25),
+    Property("needs", "it works without anything that its `needs` and `statistics` do not name", needs, cases=0.25),
+    Property("noise", "the content of masked positions, NaN included, changes no bit of the result", noise),
+    Property("garbage", "NaN in a number that matters gives NaN or an error", garbage, cases=0.25),
     Property("gap", "a response with a gap equals the one without it", gap, waivable=True),
     Property(
         "observation",
-        "how long an observation between two turns is does not matter",
+        "the length of an observation between two turns does not matter",
         observation,
         cases=0.5,
         waivable=True,
@@ -393,20 +393,18 @@ BOTH = [
     ),
     Property("padding", "neither the amount nor the side of padding matters", padding, waivable=True),
     Property("order", "the order of the responses does not matter", order, waivable=True),
-    Property("dropped", "a response without trainable tokens is as if it were not there", dropped, waivable=True),
-    Property("precision", "float32 agrees with float64, and so do bf16 inputs; nothing is computed in less", precision),
+    Property("dropped", "a response without trainable tokens has no effect", dropped, waivable=True),
+    Property("precision", "float32 and bf16 inputs agree with float64; nothing is computed below float32", precision),
     Property("short", "one-token and empty responses, and batches of nothing else", short, cases=0),
     Property("length", "1 to 16,384 tokens in O(B*T) memory", length, cases=0),
 ]
 
 GATE = [
     *BOTH,
-    Property(
-        "future", "a gate does not depend on the reward, nor on tokens from t on or how many follow", future, waivable=True
-    ),
+    Property("future", "g_t does not depend on rewards, on tokens from t on, or on how many follow", future, waivable=True),
     Property(
         "measured",
-        "what it measures in a forward knows no token from t on, and nothing of padding",
+        "its statistics at t do not depend on tokens from t on, or on padding",
         measured,
         cases=0,
         waivable=True,
@@ -414,7 +412,7 @@ GATE = [
     ),
     Property(
         "split",
-        "groups taken by themselves, each as wide as it needs, get the same",
+        "each group computed separately, without extra padding, gets the same result",
         split,
         claimed="controls read the whole batch; a gate always gets it whole",
     ),

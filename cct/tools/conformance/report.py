@@ -20,7 +20,7 @@ def find(written: str, axis: str | None, overrides: Sequence[str]) -> tuple[str,
     load_entry_points()
     file, colon, name = written.rpartition(":")
     if not colon and written.endswith(".py"):
-        raise RecipeError(f"{written}: say which part of it, {written}:NAME")
+        raise RecipeError(f"{written}: name a part of the file, {written}:NAME")
     if colon:
         file = file if file.endswith(".py") else f"{file}.py"
         try:
@@ -36,7 +36,7 @@ def find(written: str, axis: str | None, overrides: Sequence[str]) -> tuple[str,
         where = f" in {file}" if colon else ""
         raise RecipeError(did_you_mean(f"{axis or 'operator'}{where}", name, [cls.use for _, cls in known]))
     if len(found) > 1:
-        raise RecipeError(f"'{name}' is a {' and a '.join(each for each, _ in found)}; say which with --axis")
+        raise RecipeError(f"'{name}' is a {' and a '.join(each for each, _ in found)}; choose one with --axis")
     each, use = found[0]
     return each, read_part(each, use if not overrides else f"{{use: {use}}}", overrides)
 
@@ -44,7 +44,7 @@ def find(written: str, axis: str | None, overrides: Sequence[str]) -> tuple[str,
 def print_verdicts(written: str, axis: str | None, overrides: Sequence[str], examples: int) -> int:
     """Print a verdict per property. Returns 1 where one failed. Raises RecipeError where nothing can be said."""
     if examples < 1:
-        raise RecipeError(f"--examples {examples}: at least 1")
+        raise RecipeError(f"--examples {examples}: must be at least 1")
     axis, operator = find(written, axis, overrides)
     try:
         hypothesis()

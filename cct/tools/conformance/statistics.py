@@ -98,10 +98,10 @@ STATISTIC = [
     Property("form", "[B, T], finite at every response token", form, excused=_too_large),
     Property(
         "known",
-        "it knows no token beyond what `knows` says: before t, t itself, or its whole response; and no other response",
+        "it depends only on what `knows` declares (tokens before t, token t, its response), on no other response",
         known,
         excused=_too_large,
     ),
     Property("padding", "neither padding before prompts nor after responses matters", padding, 0.5, excused=_too_large),
-    Property("split", "each response alone in a forward gets the same", split, 0.5, excused=_too_large),
+    Property("split", "each response alone in a forward gets the same numbers", split, 0.5, excused=_too_large),
 ]

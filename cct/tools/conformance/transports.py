@@ -185,7 +185,7 @@ def cuts(operator: Transport, case: Case) -> None:
             rows, places = cut(rollout, later, backwards)
             found = outputs(operator, rows, operator.checked)
             if found.keys() != whole.keys():
-                raise Broken(f"{when}, it returns {', '.join(found)} in place of {', '.join(whole)}")
+                raise Broken(f"{when}, it returns {', '.join(found)} instead of {', '.join(whole)}")
             for name, x in whole.items():
                 got = found[name].flatten()[places].masked_fill(~mask, 0.0)
                 same(name, x, got, when + ", backwards" * backwards, ROUNDING)
@@ -217,14 +217,14 @@ TRANSPORT = [
     Property("outcome", "the reward of the last token reaches an advantage", outcome, cases=0, waivable=True),
     Property(
         "better",
-        "of two responses that differ in one reward, no token up to it gets less in the better one",
+        "of two responses that differ in one reward, the better one has no lower advantage up to it",
         better,
         waivable=True,
         excused=_draws,
     ),
     Property(
         "bootstrap",
-        "a cut response goes on: V after its end counts, for its advantages and targets",
+        "for a truncated response, V after its end counts in advantages and targets",
         bootstrap,
         cases=0,
         waivable=True,
@@ -232,7 +232,7 @@ TRANSPORT = [
     ),
     Property(
         "targets",
-        "where a critic has learnt its targets, every advantage is 0",
+        "with a critic that has learnt its targets, every advantage is 0",
         targets,
         cases=0.25,
         waivable=True,
@@ -245,10 +245,10 @@ TRANSPORT = [
         cases=0.5,
         excused=_by_position,
     ),
-    Property("groups", "the numbers of the groups are only names", names),
+    Property("groups", "only the partition into groups matters, not their numbers", names),
     Property(
         "equal",
-        "in a group of one or of equal rewards every advantage is exactly 0",
+        "in a group of one or with equal rewards, every advantage is exactly 0",
         equal,
         waivable=True,
         excused=lambda operator: "" if "groups" in operator.needs else "it does not need groups",
@@ -261,13 +261,13 @@ TRANSPORT = [
     ),
     Property(
         "linear",
-        "advantages are linear in the reward, beyond what they are without any",
+        "advantages are linear in the rewards, up to a constant",
         linear,
         claimed="dividing by a deviation is not linear",
     ),
     Property(
         "split",
-        "groups taken by themselves, each as wide as it needs, get the same",
+        "each group computed separately, without extra padding, gets the same result",
         split,
         claimed="whitening reads the whole batch; a transport always gets it whole",
     ),

@@ -1,1 +1,1 @@
-"""How good the credit itself is: what transports give, against the true advantage found by branching."""
+"""How good credit is: advantages of transports against the true advantage, measured by branching."""

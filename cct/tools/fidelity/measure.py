@@ -40,22 +40,22 @@ DIGITS = 6  # after the point: what differs by less is equal, and shares its ran
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found at each position, and where it was found."""
+    """Credit and true advantage at each position, and the positions."""
 
     source: str
-    """The run, or the recipe whose starting policy was looked at."""
+    """The run, or the recipe whose starting policy was measured."""
     recipe: str
     """Its name."""
     critic: str | None
     iteration: int
-    """After which the policy and the critic were as they were here."""
+    """The iteration of the policy and the critic."""
     truth: Truth
     credit: dict[str, Array]
     """transport, under another critic with its name -> [N], the run's own first."""
     critics: dict[str, str | None]
-    """Which of them each transport read."""
+    """The critic that each transport read."""
     explained: dict[str, float]
-    """How much of the Monte-Carlo return's variance the values did that it read; NaN where it read none."""
+    """Explained variance of the Monte-Carlo return by the values that each transport read; NaN if it read none."""
     at: At
     """Whether a position is a token or a whole turn."""
     places: list[tuple[int, int, int]]
@@ -65,11 +65,11 @@ class Measured:
     trained: int
     """Tokens of these responses that are trained on, or turns."""
     undecided: int
-    """Of these, sampled with a probability below `below`; positions were drawn among them."""
+    """Those that were sampled with a probability below `below`; positions were drawn from them."""
     below: float
     continuations: int
     tokens: int
-    """Sampled for the continuations."""
+    """Tokens sampled for the continuations."""
     seconds: float
 
 
@@ -137,7 +137,7 @@ def measure(
 
 @dataclass
 class _Sampled:
-    """Batches of responses, and what each variant of the recipe makes of them."""
+    """Batches of responses, and their credit under each variant of the recipe."""
 
     rows: list[list[Row]] = field(default_factory=list)
     masks: list[torch.Tensor] = field(default_factory=list)

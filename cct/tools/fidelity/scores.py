@@ -48,7 +48,7 @@ def branched_advantage(after: Sequence[float], before: Sequence[float], chose: S
 
 @dataclass(frozen=True)
 class Truth:
-    """The advantage at each position by branching, and who shares its luck with whom."""
+    """The advantage at each position by branching, and which positions are dependent."""
 
     advantage: Array  # [N]
     halves: tuple[Array, Array]  # [N] each, from one half of the continuations and from the other
@@ -65,7 +65,7 @@ class Truth:
 
 
 def correlation(x: Array, y: Array) -> float:
-    """Spearman's rank correlation; NaN where one does not vary."""
+    """Spearman's rank correlation; NaN if one of the two does not vary."""
     if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return math.nan
     return float(np.corrcoef(stats.rankdata(x), stats.rankdata(y))[0, 1])
@@ -77,7 +77,8 @@ def rank_correlation(credit: Array, truth: Truth) -> float:
 
 
 def sign_agreement(credit: Array, truth: Truth) -> float:
-    """Share of equal signs where the advantage is surely not 0; NaN where it nowhere is. A credit of 0 agrees with none."""
+    """Share of equal signs where the advantage differs significantly from 0; NaN if it does nowhere. Credit of 0 agrees with no
+    sign."""
     sure = truth.sure
     return float((np.sign(credit[sure]) == np.sign(truth.advantage[sure])).mean()) if sure.any() else math.nan
 

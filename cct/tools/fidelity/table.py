@@ -25,7 +25,7 @@ WIDTH = 120  # of the table, where the terminal does not say
 
 
 def summary(measured: Measured) -> dict[str, Any]:
-    """What fidelity.json holds: scores with intervals, and the positions that they are of. NaN and infinity are null."""
+    """The content of fidelity.json: scores with intervals, and their positions. NaN and infinity are null."""
     truth, own = measured.truth, next(iter(measured.credit.values()))
     transports = {}
     for name, credit in measured.credit.items():

@@ -1,4 +1,4 @@
-"""A run's recipe under other transports and critics, whose credit is looked at beside its own."""
+"""A run's recipe under other transports and critics, to compare their credit with its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def variants_of(
 ) -> dict[str, Recipe]:
     """The recipe under its own transport and each of the others, and where they read values under each critic, by name.
 
-    seed: in place of the recipe's.
+    seed: instead of the recipe's.
     """
     transports = read_transports(recipe, written, plugins)
     found = {name: _with(recipe, transport) for name, transport in transports.items()}

@@ -1,4 +1,4 @@
-"""What fidelity.json says, as a forest plot and a table."""
+"""The content of fidelity.json as a forest plot and a table."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 class ReportError(ValueError):
-    """There is nothing to report on; the message says what was found, where, and what to do."""
+    """There is nothing to report on; the message gives what was found, where, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Run:
     """A run folder, read."""
 
     name: str
-    """Its path as it was given."""
+    """Its path as given."""
     recipe: dict[str, Any]
     written: str
     """recipe.yaml as it stands."""
@@ -69,16 +69,16 @@ def read_run(folder: Path) -> Run:
     try:
         events, samples = run.metrics, run.samples
     except BrokenLine as error:
-        raise ReportError(f"{error.place}: not JSON; take the line out") from None
+        raise ReportError(f"{error.place}: not JSON; remove the line") from None
     if not events:
-        raise ReportError(f"{folder}/metrics.jsonl: no event yet; wait for the first evaluation")
+        raise ReportError(f"{folder}/metrics.jsonl: no events yet; wait for the first evaluation")
     try:
         written = read_file(run.recipe_file).decode("utf-8")
         recipe = load(written)[0]
     except (Unreadable, UnicodeDecodeError) as error:
         raise ReportError(f"{folder}/recipe.yaml: {error}") from None
     if not isinstance(recipe, dict):
-        raise ReportError(f"{folder}/recipe.yaml: cannot be read (a mapping was expected)")
+        raise ReportError(f"{folder}/recipe.yaml: cannot be read (expected a mapping)")
     tokens = _read(run.tokens_file)["responses"] if run.tokens_file.is_file() else []
     fidelity = _read(run.fidelity_file) if run.fidelity_file.is_file() else None
     return Run(str(folder), recipe, written, events, samples, tokens, fidelity)
@@ -89,7 +89,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
-            raise ValueError(f"a mapping was expected, and it holds {type(found).__name__}")
+            raise ValueError(f"expected a mapping, found {type(found).__name__}")
     except ValueError as error:
         raise ReportError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
     return found

@@ -69,7 +69,7 @@ def _legend() -> str:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """What tells the runs apart: the recipes' names, or the folders where those are the same."""
+    """Labels that distinguish the runs: the recipes' names, or the folders if the names are equal."""
     names = [str(run.recipe["name"]) for run in runs]
     return names if len(set(names)) == len(names) else [run.name for run in runs]
 

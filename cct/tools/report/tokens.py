@@ -1,4 +1,4 @@
-"""Responses token by token, coloured by what transports made of them."""
+"""Responses token by token, coloured by the credit of transports."""
 
 from __future__ import annotations
 

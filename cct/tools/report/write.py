@@ -1,4 +1,4 @@
-"""Which page, and where it goes."""
+"""Choose the page and where it is written."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def write_report(sources: Sequence[Path], output: Path | None = None) -> list[Pa
     """
     studies = [source for source in sources if is_study(source)]
     if studies and len(sources) > 1:
-        raise ReportError(f"{studies[0]}: a study has a page of its own; name it alone")
+        raise ReportError(f"{studies[0]}: a study cannot share a page with other sources; name it alone")
     try:
         report = study_report(sources[0]) if studies else runs_report(sources)
     except KeyError as error:
         raise ReportError(
-            f"{', '.join(map(str, sources))}: a file lacks {error}, so another version of cct wrote it; tokens.json and "
-            "fidelity.json may be removed and made again"
+            f"{', '.join(map(str, sources))}: a file lacks {error}, so another version of cct wrote it; remove tokens.json and "
+            "fidelity.json, and write them again"
         ) from error
     page = output or sources[0] / "report.html"
     if page.suffix != ".html":
-        raise ReportError(f"{page}: the page is HTML; name a file that ends in .html")
+        raise ReportError(f"{page}: the page is HTML; its name must end in .html")
     beside = page.with_suffix(".md")
     write_text(page, report.html())
     write_text(beside, report.markdown())

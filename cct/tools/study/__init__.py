@@ -1,1 +1,1 @@
-"""Studies: recipes times seeds, run side by side and resumable, then statistics."""
+"""Studies: recipes over seeds, run in parallel and resumable, then statistics."""

@@ -20,7 +20,7 @@ WIDTH = 120  # of tables, where the terminal does not say
 
 
 def command(action: str, path: Path, overrides: Sequence[str], root: Path, *, retry: bool = False) -> int:
-    """Returns 0, or 1 where cells of `run` have failed or are left. Raises RecipeError."""
+    """Returns 0, or 1 if cells of `run` have failed or are left. Raises RecipeError."""
     study, recipes = load_study(path, overrides)
     folder = root / study.name
     console = make_console(WIDTH)
@@ -58,15 +58,17 @@ def _end(study: Study, works: Sequence[Work], path: Path, folder: Path, console:
     _summary(study, works, folder, console)
     states = [work.state for work in works]
     if "failed" in states:
-        console.print(f"failed cells are left as they are; `cct study {path} --retry` tries them again")
+        console.print(f"failed cells are not run again; `cct study {path} --retry` retries them")
     elif len(works) > states.count("done"):
-        console.print(f"cells are left; `cct study {path}` goes on")
+        console.print(f"cells are left; `cct study {path}` resumes the study")
     return 0 if states.count("done") == len(works) else 1
 
 
 def _summary(study: Study, works: Sequence[Work], folder: Path, console: Console) -> None:
     if not folder.is_dir():
-        raise RecipeError(f"{folder}: no such study was run; `cct study FILE` runs one, --studies says where they are")
+        raise RecipeError(
+            f"{folder}: no study was run in this folder; `cct study FILE` runs one; --studies sets where studies are"
+        )
     results = summarise(study, works)
     write(results, works, folder)
     print_tables(study, results, console)
@@ -74,7 +76,7 @@ def _summary(study: Study, works: Sequence[Work], folder: Path, console: Console
 
 
 def _installed(library: str, extra: str) -> None:
-    """Said before hours of computing, not after."""
+    """Reported before hours of computing, not after."""
     try:
         optional(library, extra)
     except ValueError as error:

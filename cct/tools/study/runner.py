@@ -1,7 +1,7 @@
-"""The cells of a study as processes: side by side, each in its own run folder, killed and gone on with at any time.
+"""The cells of a study as processes: in parallel, each in its own run folder; any of them can be killed and resumed.
 
-What a cell has reached is read from its files, and whether it runs from a lock that its process holds, so there is no state
-beside them: a study whose runner was killed finds its cells as they are, those that still run included.
+A cell's progress is read from its files, and whether it runs from a lock that its process holds. There is no other state: after
+its runner was killed, a study finds its cells as they are, including those that still run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TAIL = 15  # lines of its log that a failed cell is reported with
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """A cell and what stands on disk of it."""
+    """A cell and its files."""
 
     cell: Cell
     root: Path
@@ -59,7 +59,7 @@ class Work:
         return RunFolder(self.folder)
 
     def beside(self, ending: str) -> Path:
-        """`recipe.yaml`, `log`, `lock` and `failed` stand beside the run folder."""
+        """`recipe.yaml`, `log`, `lock` and `failed` are next to the run folder."""
         return self.folder.with_name(f"{self.folder.name}.{ending}")
 
     # --- what it has reached ------------------------------------------------------------------
@@ -70,14 +70,14 @@ class Work:
 
     @property
     def evaluation(self) -> dict[str, float]:
-        """What `cct eval` found; empty where it has not, or not with as many samples as the study asks for."""
+        """Results of `cct eval`; empty if it has not run, or not with as many samples as the study asks for."""
         wanted, metrics = self.evaluate, _read(self.run.evaluation_file) or {}
         sampled = [f"eval/avg@{wanted.samples}", *(f"eval/pass@{k}" for k in wanted.ks)] if wanted and wanted.samples else []
         return metrics if all(name in metrics for name in sampled) else {}
 
     @property
     def fidelity(self) -> dict[str, Any] | None:
-        """What `cct fidelity` found of it, without the single positions; None where it was not asked."""
+        """Results of `cct fidelity` without the single positions; None if it was not run."""
         found = _read(self.run.fidelity_file)
         return found and {name: value for name, value in found.items() if name not in ("source", "at_positions")}
 
@@ -102,7 +102,7 @@ class Work:
 
     @property
     def state(self) -> str:
-        """done, failed, running, cut (has begun, and does not run) or waiting."""
+        """done, failed, running, cut (started, but not running) or waiting."""
         if self.done:
             return "done"
         if self.failed:
@@ -113,14 +113,14 @@ class Work:
 
     # --- going on -----------------------------------------------------------------------------
     def hold(self) -> int | None:
-        """The cell's lock, as a file descriptor; None where another process has it. Ends with the last process that has it."""
+        """The cell's lock as a file descriptor; None if another process holds it. Released when its last holder ends."""
         try:
             return hold(self.beside("lock"))
         except Held:
             return None
 
     def next_step(self) -> list[str]:
-        """Arguments of the `cct` that brings it further; none where it is done."""
+        """Arguments of `cct` for the cell's next step; empty if it is done."""
         if not self.trained:
             if self.run.checkpoints:
                 return ["run", "--resume", str(self.folder)]
@@ -157,7 +157,7 @@ class Work:
         return Step(process, arguments)
 
     def ended(self, code: int) -> None:
-        """A step ended with this exit code: remember where it failed."""
+        """Record the failure if a step ended with this exit code."""
         if code:
             self.fail(f"killed by signal {-code}" if code < 0 else f"exit code {code}")
 
@@ -166,7 +166,7 @@ class Work:
 
     @property
     def report(self) -> str:
-        """Of a cell that is done, its accuracy; of one that failed, why, and the end of its log."""
+        """For a finished cell its accuracy; for a failed one the reason and the end of its log."""
         if self.done:
             return f"done  {self.title}{_accuracy(self.events)}"
         if not self.failed:
@@ -183,14 +183,14 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Step:
-    """A process that brings a cell further."""
+    """A process that runs a step of a cell."""
 
     process: subprocess.Popen
     arguments: Sequence[str]
 
 
 def works_of(study: Study, recipes: Mapping[Cell, Recipe], root: Path) -> list[Work]:
-    """A study's cells in the order in which they are run. Raises RecipeError where a run folder holds another recipe."""
+    """A study's cells in running order. Raises RecipeError if a run folder holds another recipe."""
     works, problems = [Work(cell, root, study.evaluate) for cell in recipes], []
     for work in works:
         held = work.run.recipe_file
@@ -201,7 +201,7 @@ def works_of(study: Study, recipes: Mapping[Cell, Recipe], root: Path) -> list[W
         found = changes(begun, present)
         if found:
             problems.append(
-                f"{work.folder}: was begun with another recipe ({'; '.join(found[:3])}{'; ...' if len(found) > 3 else ''}). "
+                f"{work.folder}: was started with another recipe ({'; '.join(found[:3])}{'; ...' if len(found) > 3 else ''}). "
                 "Undo the change, give the study another name, or remove this folder to run the cell again"
             )
     if problems:
@@ -225,7 +225,7 @@ def run_cells(study: Study, works: Sequence[Work], recipes: Mapping[Cell, Recipe
     running: dict[Work, Step] = {}
 
     def start(work: Work, previous: Sequence[str] = ()) -> bool:
-        """Whether the cell is dealt with: its next step runs, or there is none. False where another process has it."""
+        """Whether the cell is taken care of: its next step runs, or there is none. False if another process holds it."""
         held = work.hold()
         if held is None:
             return False
@@ -318,7 +318,7 @@ def submit_cells(study: Study, works: Sequence[Work], console: Console, cluster:
 
 
 def _stop(processes: Sequence[subprocess.Popen]) -> None:
-    """Interrupt them, wait, and kill what is still there; each with the processes that it started."""
+    """Interrupt them, wait, and kill those that still run, each with the processes that it started."""
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGINT)
@@ -332,7 +332,7 @@ def _stop(processes: Sequence[subprocess.Popen]) -> None:
 
 
 def _live(render: Callable[[], Table], console: Console) -> Any:
-    """The table, kept current on a terminal; elsewhere nothing."""
+    """The table, updated on a terminal; nothing elsewhere."""
     if console.is_terminal:
         return Live(console=console, get_renderable=render, refresh_per_second=1, transient=True)
     return nullcontext()
@@ -372,7 +372,7 @@ def _status(work: Work) -> str:
 
 
 def show_status(study: Study, works: Sequence[Work], console: Console) -> None:
-    """Print the table; on a terminal, while cells run, keep it current."""
+    """Print the table; on a terminal, update it while cells run."""
     with _live(lambda: status_table(study, works), console):
         while console.is_terminal and any(work.state == "running" for work in works):
             time.sleep(1)

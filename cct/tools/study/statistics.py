@@ -64,7 +64,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def final_mean(values: Sequence[float], last: int) -> float:
-    """Mean of the last so many evaluations; NaN where there are not as many."""
+    """Mean of the last evaluations, as many as asked for; NaN if there are fewer."""
     return math.fsum(values[-last:]) / last if len(values) >= last else math.nan
 
 
@@ -78,7 +78,7 @@ def area_under_curve(iterations: Sequence[float], values: Sequence[float]) -> fl
 
 
 def greatest_drop(values: Sequence[float]) -> float:
-    """How far a later value falls below the best one before it, at most; 0 where none does."""
+    """The largest fall of a value below the best one before it; 0 if there is none."""
     best, drop = -math.inf, 0.0
     for value in values:
         best = max(best, value)
@@ -87,7 +87,7 @@ def greatest_drop(values: Sequence[float]) -> float:
 
 
 def why_unstable(accuracies: Sequence[float], kls: Sequence[float], finite: bool, max_drop: float, max_kl: float) -> list[str]:
-    """What breaks the rule for a stable run, in words; nothing where it is stable.
+    """How a run breaks the rule for stability, in words; empty if it is stable.
 
     accuracies: of every evaluation, in order. kls: approx_kl of every iteration. finite: whether the run came to its end
     and every number that it wrote is finite.

@@ -39,26 +39,26 @@ Layer = dict[str, Any] | None
 
 
 class Stable(Knobs):
-    """When a run counts as stable. Stands in the study because it must be written down before the runs."""
+    """When a run counts as stable. It is part of the study because it must be fixed before the runs."""
 
     max_drop: float = Field(0.1, ge=0, le=1)
-    """Greatest fall of the held-out accuracy below the best evaluation before it."""
+    """Largest allowed fall of the held-out accuracy below the best evaluation before it."""
     max_kl: float = Field(0.1, gt=0, le=1e6)
-    """Greatest `policy/approx_kl` of an iteration, in nats."""
+    """Largest allowed `policy/approx_kl` of an iteration, in nats."""
 
 
 class Evaluate(Knobs):
     """`cct eval` of each trained policy, on the held-out problems and on the frozen sets of its recipe."""
 
     samples: int = Field(0, ge=0, le=10_000)
-    """Responses sampled to each problem besides the greedy one, at the temperature of training."""
+    """Responses sampled to each problem, in addition to the greedy one, at the temperature of training."""
     ks: list[Annotated[int, Field(ge=1)]] = [1]
-    """The k of pass@k, each at most `samples`."""
+    """Values of k for pass@k, each at most `samples`."""
 
     @model_validator(mode="after")
     def _enough(self) -> Evaluate:
         if self.samples and max(self.ks) > self.samples:
-            raise ValueError(f"pass@{max(self.ks)} needs {max(self.ks)} samples or more; there are {self.samples}")
+            raise ValueError(f"pass@{max(self.ks)} needs at least {max(self.ks)} samples; there are {self.samples}")
         return self
 
 
@@ -68,7 +68,7 @@ class Cell:
 
     arm: str
     setting: str
-    """The levels of the grid's factors, joined by hyphens; empty where there is no grid."""
+    """The levels of the grid's factors, joined by hyphens; empty without a grid."""
     seed: int
 
     @property
@@ -78,7 +78,7 @@ class Cell:
 
     @property
     def place(self) -> Path:
-        """Its run folder, within the study's."""
+        """Its run folder, relative to the study's."""
         return Path("cells") / self.name / str(self.seed)
 
 
@@ -88,34 +88,34 @@ class Study(Knobs):
     name: Name
     """Names the study's folder."""
     base: str | None = None
-    """Recipe file that arms are laid over, relative to this file; not needed where each arm names one."""
+    """Recipe file that the arms override, relative to this file; not needed if each arm names one."""
     arms: dict[Name, Layer] = {}
-    """What is compared, by name: keys of a recipe, laid over `base`, or over the recipe that its own `base` names."""
+    """What is compared, by name: keys of a recipe that override `base`, or the arm's own `base`."""
     factors: dict[Name, dict[Name, Layer]] = {}
-    """By factor, then by level, keys of a recipe. Their product makes the arms, or a grid of settings where there are arms."""
+    """By factor, then by level, keys of a recipe. Their product makes the arms, or a grid of settings if there are arms."""
     common: dict[str, Any] = {}
-    """Keys of a recipe, laid over every arm last."""
+    """Keys of a recipe that override every arm."""
     seeds: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(min_length=1)
     """Seeds; every arm is run with each. Arms with one seed share warm start, prompts and sampling streams."""
     compare: list[tuple[str, str]] = []
     """Pairs of arms; the difference of the first minus the second is taken within seeds."""
     interactions: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {}
-    """By name, [[a, b], [c, d]]: (d - c) - (b - a), what one factor adds beside the other, within seeds."""
+    """By name, [[a, b], [c, d]]: (d - c) - (b - a), the effect of one factor on the effect of the other, within seeds."""
     jobs: int = Field(1, ge=1, le=1024)
-    """Cells side by side."""
+    """Number of cells that run at a time."""
     threads: int = Field(1, ge=1, le=1024)
-    """CPU threads of each cell; it becomes `training.threads`, on which the last bits of a run depend."""
+    """CPU threads of each cell; this sets `training.threads`, on which the last bits of a run depend."""
     executor: Literal["local", "slurm"] = "local"
-    """Processes on this machine, or SLURM jobs, one for each cell (extra `.[submitit]`; the study's folder is shared then)."""
+    """Processes on this machine, or one SLURM job per cell (extra `.[submitit]`; all nodes must share the study's folder)."""
     slurm: dict[str, Any] = {}
-    """What a job of `executor: slurm` asks for, in submitit's words: `{slurm_partition: gpu, gpus_per_node: 1}`."""
+    """Resources of a job of `executor: slurm`, by submitit's names: `{slurm_partition: gpu, gpus_per_node: 1}`."""
     hours: float | None = Field(None, gt=0)
-    """No further cell is started after so many hours, those that run are let finish; null: no limit."""
+    """After this many hours no further cell is started; running cells finish. Null: no limit."""
     final_evaluations: int = Field(1, ge=1)
-    """The final accuracy is the mean of so many last evaluations."""
+    """Number of last evaluations over which the final accuracy is averaged."""
     stable: Stable = Stable()
     evaluate: Evaluate | None = None
-    """What is done with each trained policy; null: nothing."""
+    """How each trained policy is evaluated; null: not at all."""
 
     @model_validator(mode="after")
     def _names_fit(self) -> Study:
@@ -127,10 +127,10 @@ class Study(Knobs):
         if cells > MOST_CELLS:
             raise ValueError(f"{cells:,} cells; a study has at most {MOST_CELLS:,}")
         if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"a seed stands twice: {shortened(str(self.seeds), 200)}")
+            raise ValueError(f"a seed occurs twice: {shortened(str(self.seeds), 200)}")
         names = [cell.name for cell in self.cells if cell.seed == self.seeds[0]]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise ValueError(f"two cells would be called '{twice[0]}'; rename an arm or a level")
+            raise ValueError(f"two cells would have the name '{twice[0]}'; rename an arm or a level")
         for name in [n for pair in self.compare for n in pair] + [
             n for square in self.interactions.values() for pair in square for n in pair
         ]:
@@ -154,12 +154,12 @@ class Study(Knobs):
 
     @property
     def cells(self) -> list[Cell]:
-        """Seed by seed, so that a study cut short has whole pairs."""
+        """Seed by seed, so that an interrupted study has whole pairs."""
         return [Cell(arm, setting, seed) for seed in self.seeds for setting in self.settings for arm in self.arm_names]
 
 
 def read_study(path: Path, overrides: Sequence[str] = ()) -> tuple[Study, Source]:
-    """A study as it is, and as it was written. Raises RecipeError with every problem of its own keys."""
+    """A study, validated and as written. Raises RecipeError with every problem of its keys."""
     source = read_yaml(path)
     for text in overrides:
         source = override(text).lay_over(source)
@@ -184,7 +184,7 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> tuple[Study, dict[C
 
 
 def look_at_data(recipes: Mapping[Cell, Recipe]) -> None:
-    """What `cct run` looks at before it loads a model. Raises RecipeError with every problem of every cell."""
+    """The checks of `cct run` before it loads a model. Raises RecipeError with every problem of every cell."""
     problems: dict[str, None] = {}
     seen: list[Any] = []  # demonstrations are many, and arms with one seed have the same
     for cell, recipe in recipes.items():
@@ -220,7 +220,7 @@ def _recipe(study: Study, source: Source, path: Path, cell: Cell) -> Recipe:
         raise RecipeError(f"training must be a mapping; found {shortened(repr(training), 80)}")
     threads = training.get("threads")
     if threads not in (None, study.threads):
-        raise RecipeError(f"training.threads is {threads}, and threads of the study {study.threads}; set the study's alone")
+        raise RecipeError(f"training.threads is {threads}, but threads of the study is {study.threads}; set only the study's")
     own = {"name": cell.name, "seed": cell.seed, "training": {"threads": study.threads}}
     return recipe_of(Source(own).lay_over(recipe), path)
 
@@ -229,7 +229,7 @@ PAIRED = ("task", "policy", "training.prompts_per_iteration", "training.response
 
 
 def _unpaired(study: Study, recipes: Mapping[Cell, Recipe]) -> list[str]:
-    """Pairs that are compared within seeds, and do not share warm start, prompts and sampling streams."""
+    """Pairs that are compared within seeds although they do not share warm start, prompts and sampling streams."""
     pairs = [*study.compare]
     for (a, b), (c, d) in study.interactions.values():
         pairs += [(b, a), (c, a), (d, a)]
@@ -248,7 +248,7 @@ def _unpaired(study: Study, recipes: Mapping[Cell, Recipe]) -> list[str]:
                 if shared(cells[0], key) != shared(cells[1], key):
                     problems.append(
                         f"{one} and {other} are compared within seeds but differ in {key}: runs with one seed would not share "
-                        "warm start, prompts and sampling streams. Make it the same, or leave the pair out of `compare`"
+                        "warm start, prompts and sampling streams. Make it equal, or remove the pair from `compare`"
                     )
     return problems
 

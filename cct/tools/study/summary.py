@@ -1,4 +1,4 @@
-"""What a study's cells came to: `results.json`, `cells.csv`, and the tables of `cct study summary`."""
+"""Results of a study: `results.json`, `cells.csv`, and the tables of `cct study summary`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .study import Cell, Study
 
 
 def summarise(study: Study, works: Sequence[Work]) -> dict[str, Any]:
-    """Everything that `results.json` holds. NaN, which JSON does not know, is null there."""
+    """Everything in `results.json`. NaN, which JSON lacks, becomes null."""
     cells = [_cell(study, work) for work in works]
     metrics = ["final_accuracy", "area", *dict.fromkeys(name for cell in cells for name in cell["evaluation"])]
     by_metric = {name: _by_arm(study, cells, name) for name in metrics}
@@ -98,7 +98,7 @@ def _by_arm(study: Study, cells: Sequence[Mapping[str, Any]], metric: str) -> di
 
 
 def _comparisons(study: Study, values: Mapping[tuple[str, str], dict[int, float]], metric: str) -> list[dict[str, Any]]:
-    """Differences and interactions within seeds; those of one metric are one family for Holm's correction.
+    """Differences and interactions within seeds; those of one metric form one family for Holm's correction.
 
     None for a single seed, which has no interval.
     """

@@ -46,7 +46,7 @@ def _chunks(x: Tensor) -> Iterator[slice]:
 
 
 def _solve(a: Tensor, b: Tensor, end: Tensor | None) -> None:
-    """A in place of a. Two tokens in a row are one step; solved for those, the token inside each is one operation away."""
+    """A instead of a. Two tokens in a row are one step; solved for those, the token inside each is one operation away."""
     length = a.shape[1]
     if length == 1:
         _last(a, b, end)
