@@ -89,7 +89,8 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
         f"credit with Q(s, a) - V(s), measured by continuing responses before and after a {found[0]['at'][:-1]}. Rank "
         "correlation: Spearman's; exact advantages would reach the ceiling. Same sign: where the advantage differs "
         "significantly from 0. Bias, variance: of credit / scale around the advantage, in units of reward and its square; "
-        f"credit / scale is modelled as the advantage plus a constant and noise. [{LEVEL:.0%} intervals, bootstrap over prompts]",
+        "credit / scale is modelled as the advantage plus a constant and noise. "
+        f"[{LEVEL:.0%} intervals, bootstrap over prompts]",
     )
     for one in found:
         truth, at = one["truth"], one["at"]
