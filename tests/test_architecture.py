@@ -16,6 +16,7 @@ LAYERS = [
     ("tensors",),
     ("statistic",),
     ("rollout", "handover"),
+    ("laboratory",),
     AXES,
     ("environment",),
     ("pairing",),
