@@ -30,6 +30,7 @@ LAYERS = [
     ("tools.explain", "tools.scaffold", "tools.catalogue", "tools.memory", "tools.profile"),
     ("tools.study", "tools.plan", "tools.conformance", "tools.replay", "tools.fidelity"),
     ("tools.report",),
+    ("tools.lab",),
     ("api",),
     ("commands",),
     ("cli",),
@@ -41,7 +42,7 @@ ONLY = {"tools.report": {"system", "metrics", "registry", "rollout", "run_folder
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "textarena", "math_verify", "pebble"}
 FREE = {"agent", "training"}
-FREE |= {f"tools.{name}" for name in ("study", "report", "conformance", "replay", "fidelity", "memory", "profile")}
+FREE |= {f"tools.{name}" for name in ("study", "report", "lab", "conformance", "replay", "fidelity", "memory", "profile")}
 TENSOR_FILES = {
     "tensors.py",
     "functional.py",

@@ -42,6 +42,11 @@ class LabTask(Task):
         """Whether each part of the reward is paid at its digit."""
         return False
 
+    @property
+    def longest_answer(self) -> int:
+        """Characters of the longest right response; one more token ends it."""
+        return 6 * self.decisions - 1
+
     def _prompt(self, rng: random.Random) -> Prompt:
         text, steps = self._problem(rng)
         layout = Layout(tuple(steps), self.reward, self.dense_reward)
@@ -140,6 +145,10 @@ class Filler(_Shared):
     def alphabet(self) -> str:
         return super().alphabet + LETTERS[: self.longest]
 
+    @property
+    def longest_answer(self) -> int:
+        return (6 + self.longest) * self.decisions - 1
+
 
 @tasks.register("chain")
 class Chain(LabTask):
@@ -157,6 +166,10 @@ class Chain(LabTask):
         steps = [Step(f";+{b}=", b, of=n - 1) if n else Step(f"{start}+{b}=", b, start) for n, b in enumerate(operands)]
         return str(start) + "".join(f"+{b}" for b in operands) + "=", steps
 
+    @property
+    def longest_answer(self) -> int:
+        return 5 * self.decisions
+
 
 @tasks.register("recall")
 class Recall(LabTask):
@@ -173,3 +186,7 @@ class Recall(LabTask):
         sums = [_digits(rng) for _ in range(self.decisions)]
         steps = [Step(f"{';' * (n > 0)}{a}+{b}=", b, a, counts=n == 0) for n, (a, b) in enumerate(sums)]
         return ";".join(f"{a}+{b}" for a, b in sums) + "=", [*steps, Step(";=", 0, of=0, copies=True)]
+
+    @property
+    def longest_answer(self) -> int:
+        return super().longest_answer + 3

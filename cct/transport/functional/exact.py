@@ -34,8 +34,8 @@ def agreement(credit: Tensor, truth: Tensor) -> dict[str, float]:
     """Of credit [N] with the exact advantage [N]: rank correlation (Spearman), right signs, bias and variance.
 
     right_signs: share of equal signs where the advantage is not 0; credit of 0 agrees with none. scale: cov(credit, A) /
-    var(A), 1 of an unbiased estimator. bias and variance: mean and variance of credit / scale - A, in units of reward; without the two
-    where the scale is not positive. What is not defined is left out.
+    var(A), 1 of an unbiased estimator. bias and variance: mean and variance of credit / scale - A, in units of reward, where
+    the scale is positive. What is not defined is left out.
     """
     credit, truth = (at_least_float32(x).double() for x in (credit, truth))
     found: dict[str, float] = {}
