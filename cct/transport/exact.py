@@ -57,6 +57,10 @@ class ExactCritic(Wrapper):
     def needs(self) -> frozenset[str]:
         return self.of.needs - {"values"} | {"exact_values"}
 
+    @property
+    def provides(self) -> frozenset[str]:
+        return self.of.needs & {"values"}
+
     def __call__(self, rollout: Rollout) -> Credit:
         credit = self.of(rollout.replace(values=_exact(rollout), bootstrap=None))
         return Credit(credit.advantages, gate=credit.gate)

@@ -88,6 +88,8 @@ def board(
     common = Source({})
     for text in changes:
         common = override(text).lay_over(common)
+    training = common.data.get("training", {})
+    critic = CRITIC | {key: training.pop(key) for key in CRITIC if key in training}  # of the arms that have one
     levels = {task: _level(task, common.data) for task in task_names}
     arms = [Arm(FLOOR, {"transport": {"use": FLOOR}}), Arm(CEILING, {"transport": {"use": CEILING}})]
     left_out: list[str] = []
@@ -98,6 +100,9 @@ def board(
         else:
             arms += _arms(written, critics)
     arms = list({arm.name: arm for arm in arms}.values())
+    for arm in arms:
+        if "critic" in arm.layer:
+            arm.layer["training"] = critic
     study = {
         "name": name,
         "base": "base.yaml",
@@ -159,7 +164,7 @@ def _under(transport: Component, name: str, critics: Sequence[str], more: dict[s
 
 
 def _arm(transport: dict[str, Any], critic: dict[str, Any], name: str, more: dict[str, Any]) -> Arm:
-    return Arm(name, more | {"transport": transport, "critic": critic, "training": CRITIC})
+    return Arm(name, more | {"transport": transport, "critic": critic})
 
 
 def _every(critics: Sequence[str], common: Source) -> tuple[list[Arm], list[str]]:
@@ -171,7 +176,7 @@ def _every(critics: Sequence[str], common: Source) -> tuple[list[Arm], list[str]
             continue
         try:
             for arm in _under(read_part("transport", name), name, critics, {}):
-                recipe = common.lay_over(Source(arm.layer).lay_over(Source({"name": "lab", **BASE})))
+                recipe = common.lay_over(Source(arm.layer).lay_over(Source({"name": "lab"} | BASE)))
                 recipe_of(recipe, Path(name))
                 found.append(arm)
         except RecipeError as error:

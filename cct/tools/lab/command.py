@@ -24,17 +24,11 @@ from .board import BASE, Arm, board
 from .results import AGREEMENT, PHASES, lab_results
 
 WIDTH = 150  # of tables, where the terminal does not say
-NUMBERS = (
-    "area",
-    "share of\nheadroom",
-    "p (Holm)",
-    "rank\ncorrelation",
-    "right signs",
-    "bias",
-    "explained\nwithin",
-    "tokens",
-    "s",
-)
+NUMBERS = ("area", "share", "p (Holm)", "rank\ncorrelation", "right signs", "bias", "explained\nwithin", "tokens", "s")
+LEGEND = """share: of the headroom, [Fieller's 95% interval] within seeds; p (Holm): of the difference from GRPO. Rank
+correlation, right signs and bias: against the exact advantage at the tokens that decide, by thirds of the run (bias: middle).
+Explained within: of the exact values by those that the transport read, the group's mean subtracted. Tokens and seconds: of a
+run, without evaluation."""
 
 
 def command(
@@ -88,12 +82,7 @@ def _show(study: Study, arms: Sequence[Arm], works: Sequence[Work], folder: Path
         console.print(_table(task))
         row = {"setting": task["task"], "floor": task["floor"], "ceiling": task["ceiling"], **task["headroom"]}
         console.print(headroom_line(row), soft_wrap=True)
-    console.print(
-        "share: of the headroom, [Fieller's 95% interval] within seeds; p (Holm): of the difference from GRPO; rank correlation, "
-        "right signs and bias: against the exact advantage at the tokens that decide, by thirds of the run, bias in the middle "
-        "one; explained within: of the exact values by what the transport read, the group's mean subtracted; tokens and "
-        "seconds: of a run, without evaluation"
-    )
+    console.print(LEGEND)
     pages = write_report([folder])
     console.print(f"wrote {', '.join(map(str, [folder / 'lab.json', folder / 'lab.svg', *pages]))}", soft_wrap=True)
 
