@@ -33,7 +33,7 @@ BASE: dict[str, Any] = {
         "layers": 4,
         "heads": 3,
         "kv_heads": 3,
-        "warm_start": {"steps": 500, "batch_size": 64, "learning_rate": 2e-3},
+        "warm_start": {"steps": 300, "batch_size": 64, "learning_rate": 2e-3},
     },
     "generation": {"use": "transformers", "max_new_tokens": 48, "temperature": 1.0},
     "evidence": ["lab"],
@@ -46,7 +46,7 @@ BASE: dict[str, Any] = {
         "minibatch_size": 16,
         "learning_rate": 2e-4,
     },
-    "evaluation": {"every": 2},
+    "evaluation": {"every": 4},
     "logging": {"rollouts": "never"},
 }
 
