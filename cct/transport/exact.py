@@ -5,11 +5,12 @@ Not for use elsewhere: only tasks of the laboratory provide `exact_values`, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from cct.rollout import Credit, Rollout
 
 from .base import Transport, Wrapper, transports
+from .gae import GAE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +53,9 @@ class ExactCritic(Wrapper):
 
     Only tasks of the laboratory have the oracle (parts, chain, filler, recall).
     """
+
+    of: Annotated[Transport, transports] = GAE(lam=0.95)
+    """The transport that reads them."""
 
     @property
     def needs(self) -> frozenset[str]:

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from cct.loading import Source, override, read_part, recipe_of
 from cct.recipe import RecipeError
-from cct.registry import Component, did_you_mean
+from cct.registry import REGISTRIES, Component, did_you_mean
 from cct.task import tasks
 from cct.task.lab import LabTask
 from cct.tools.conformance.report import find
@@ -23,6 +23,7 @@ from cct.transport import transports
 TASKS = [name for name in tasks.names() if issubclass(tasks[name], LabTask)]
 EVERY = "all"  # in place of an operator: each transport that comes with cct
 ORACLE = "exact"  # in place of a critic
+TAKEN = ("transport", "gate", "critic")  # axes of operators
 
 # Half a minute a run on one core; so few responses that noise in the credit is felt.
 BASE: dict[str, Any] = {
@@ -133,7 +134,7 @@ def _arms(written: str, critics: Sequence[str]) -> list[Arm]:
     if written.lstrip().startswith("{"):
         axis, part, plugins = "transport", read_part("transport", written), list[str]()
     else:
-        axis, part = find(written, None, [])
+        axis, part = find(written, next((axis for axis in TAKEN if written in REGISTRIES[axis].names()), None), [])
         file, colon, _ = written.rpartition(":")
         plugins = [str(Path(file if file.endswith(".py") else f"{file}.py").resolve())] if colon else []
     dumped = part.model_dump(mode="json")
