@@ -34,7 +34,7 @@ BASE: dict[str, Any] = {
         "layers": 4,
         "heads": 3,
         "kv_heads": 3,
-        "warm_start": {"steps": 300, "batch_size": 64, "learning_rate": 2e-3},
+        "warm_start": {"steps": 500, "batch_size": 64, "learning_rate": 2e-3},
     },
     "generation": {"use": "transformers", "max_new_tokens": 48, "temperature": 1.0},
     "evidence": ["lab"],
