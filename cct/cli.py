@@ -246,6 +246,29 @@ def _of_studies(add: Add) -> None:
         help="where study folders are created (default: studies)",
     )
 
+    lab = add(
+        "lab", commands.lab, "score advantage estimators where the truth is known: share of what exact credit gains over GRPO"
+    )
+    lab.add_argument(
+        "operator",
+        nargs="*",
+        metavar="OPERATOR",
+        help="beside grpo and exact: a transport, gate or critic by name, as '{use: gae, lam: 0.9}', as file.py:NAME; `all`",
+    )
+    lab.add_argument("--tasks", default="parts", metavar="A,B", help="parts, filler, chain, recall (default: parts)")
+    lab.add_argument(
+        "--critic",
+        action="append",
+        default=[],
+        metavar="YAML",
+        help="of transports that read values, `exact` for an oracle's; may be repeated (default: tac)",
+    )
+    lab.add_argument("--seeds", type=int, default=10, metavar="N", help="seeds 0 to N - 1 (default: 10)")
+    lab.add_argument("--jobs", type=int, default=2, metavar="N", help="runs side by side (default: 2)")
+    lab.add_argument("--into", type=Path, default=Path("lab"), metavar="FOLDER", help="holds runs and results (default: lab)")
+    lab.add_argument("--retry", action="store_true", help="run failed cells again")
+    _add_set(lab)
+
     report = add("report", commands.report, "write an HTML page about a study, a run, or several runs side by side")
     report.add_argument("source", nargs="+", metavar="STUDY_OR_RUN", type=Path)
     report.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: report.html in the first folder")

@@ -286,6 +286,22 @@ def study(arguments: argparse.Namespace) -> int:
     return command(arguments.action, arguments.study, arguments.set, arguments.studies, retry=arguments.retry)
 
 
+def lab(arguments: argparse.Namespace) -> int:
+    from cct.tools.lab.board import names
+    from cct.tools.lab.command import command
+
+    return command(
+        arguments.operator,
+        tasks=names(arguments.tasks),
+        critics=arguments.critic or ["tac"],
+        seeds=arguments.seeds,
+        jobs=arguments.jobs,
+        into=arguments.into,
+        changes=arguments.set,
+        retry=arguments.retry,
+    )
+
+
 def export(arguments: argparse.Namespace) -> int:
     from cct.run_folder import RunFolder
 

@@ -105,6 +105,19 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
         "at most 1",
     ),
     Metric("critic/value", "mean value over tokens", "reward"),
+    Metric(
+        "exact/rank_correlation, exact/right_signs, exact/scale",
+        "on tasks of the laboratory, credit against the exact advantage A at the tokens that decide: Spearman's rank "
+        "correlation, share of equal signs, and cov(credit, A) / var(A)",
+    ),
+    Metric("exact/bias", "mean of credit / scale - A at these", "reward"),
+    Metric("exact/variance", "variance of credit / scale - A at these", "reward²"),
+    Metric(
+        "exact/explained_variance_within",
+        "explained variance of the exact values at these by those that the transport read, with the group's mean subtracted "
+        "from both",
+        "at most 1",
+    ),
     Metric("critic/disagreement", "mean standard deviation across the values of `mini_critics`", "reward"),
     Metric("critic/loss", "mean over the iteration's critic steps", "nats, or reward² / 2 for `output: scalar`"),
     Metric("critic/gradient_norm", "mean norm before clipping, over the critic's steps"),

@@ -125,6 +125,8 @@ class Rollout:
     turns: Tensor | None = None  # [B, T] int, number of the token's turn in its episode; -1 where the policy emitted none
     versions: Tensor | None = None  # [B, T] int, iteration whose update made the policy that emitted the token; -1 likewise
     components: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, T] rewards by what gave them, unweighted
+    exact_values: Tensor | None = None  # [B, T] V(s_t) by an oracle, which tasks of the laboratory alone have
+    decisions: Tensor | None = None  # [B, T] bool, tokens that decide something, by the same
 
     @property
     def prompt_width(self) -> int:

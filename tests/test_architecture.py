@@ -16,6 +16,7 @@ LAYERS = [
     ("tensors",),
     ("statistic",),
     ("rollout", "handover"),
+    ("laboratory",),
     AXES,
     ("environment",),
     ("pairing",),
@@ -30,6 +31,7 @@ LAYERS = [
     ("tools.study", "tools.plan", "tools.conformance", "tools.replay", "tools.fidelity"),
     ("tools.tokens",),
     ("tools.report",),
+    ("tools.lab",),
     ("api",),
     ("commands",),
     ("cli",),
@@ -40,7 +42,7 @@ ONLY = {"tools.report": {"system", "metrics", "registry", "rollout", "run_folder
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "textarena", "math_verify", "pebble"}
-FREE = {"agent", "training"}
+FREE = {"agent", "training", "tools.lab"}
 FREE |= {f"tools.{name}" for name in ("study", "report", "conformance", "replay", "tokens", "fidelity", "memory", "profile")}
 TENSOR_FILES = {
     "tensors.py",

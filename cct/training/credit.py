@@ -1,6 +1,6 @@
 """From judged responses to credit: the steps between the sampler and the update. No gradient here.
 
-rollout = estimator.rollout(rows, seed)        tensors of what happened
+rollout = estimator.rollout(rows, ...)         tensors of what happened
 rollout, cost = estimator.branch(...)          values by continuing responses, where the transport asks for them
 rollout, traces = estimator.read(rollout)      the behaviour forward: log-probabilities, values, statistics
 rollout, cost = estimator.charge_kl(rollout)   the KL to the reference, as a part of the rewards
@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cct.agent.agent import Agent
+from cct.agent.oracle import with_exact_values
 from cct.errors import TrainingStopped, attributed_to
 from cct.geometry.functional import kl_estimate
 from cct.handover import check, read_only
@@ -65,10 +67,10 @@ class Estimator:
         single_step = responses == training.minibatch_size and not geometry.marks
         return geometry.correction != "none" or not (geometry.ratio_to == "engine" or single_step)
 
-    def rollout(self, rows: Sequence[Row], pad: int, iteration: int) -> Rollout:
-        """The responses as tensors: prompts padded on the left with `pad`, responses on the right."""
+    def rollout(self, rows: Sequence[Row], tokenizer: Tokenizer, iteration: int) -> Rollout:
+        """The responses as tensors, prompts padded on the left; with exact values where the task has them."""
         left, right = max(len(row.prompt_tokens) for row in rows), max(1, max(len(row.tokens) for row in rows))
-        input_ids = torch.full((len(rows), left + right), pad)
+        input_ids = torch.full((len(rows), left + right), tokenizer.pad_token_id)
         attention_mask, rewards = torch.zeros_like(input_ids), torch.zeros(len(rows), right)
         rollout_logprobs, turns = torch.zeros_like(rewards), torch.full((len(rows), right), OBSERVED)
         for number, row in enumerate(rows):
@@ -81,7 +83,7 @@ class Estimator:
         mask = (turns != OBSERVED) & torch.tensor([row.keep for row in rows]).unsqueeze(1)
         device = self.agent.actor.device
         sampled = rollout_logprobs.to(device)
-        return Rollout(
+        rollout = Rollout(
             input_ids.to(device),
             attention_mask.to(device),
             mask.to(device),
@@ -94,6 +96,9 @@ class Estimator:
             seed=derive_seed(self.recipe.seed, "transport", iteration),
             **(self._of_episodes(rows, turns) if self.recipe.environment is not None else {}),
         )
+        if "exact_values" not in self.recipe.task.provides:
+            return rollout
+        return with_exact_values(rollout, self.agent, tokenizer, [row.prompt for row in rows], [row.response for row in rows])
 
     def _of_episodes(self, rows: Sequence[Row], turns: Tensor) -> dict[str, Any]:
         """The fields of a rollout about episodes. turns: [B, T], `OBSERVED` where the policy emitted nothing."""

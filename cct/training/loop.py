@@ -74,7 +74,7 @@ class Loop(Updates):
         minibatches = random_order(recipe, iteration, sampled)
         cuts, order = [len(part) for part in minibatches], [index for part in minibatches for index in part]
         rows = [sampled[index] for index in order]
-        rollout = estimator.rollout(rows, sampler.tokenizer.pad_token_id, iteration)
+        rollout = estimator.rollout(rows, sampler.tokenizer, iteration)
         if recipe.needs("greedy"):
             clock.begin("greedy")
             rollout, cost = estimator.greedy(sampler, rollout, rows, iteration)

@@ -10,7 +10,15 @@ from torch import Tensor
 from cct.geometry import Geometry
 from cct.rollout import Credit, Rollout
 from cct.statistic import Statistic
-from cct.transport.functional import explained_variance, explained_variance_within, gated_gae, join, masked_mean_std
+from cct.transport.functional import (
+    agreement,
+    exact_advantage,
+    explained_variance,
+    explained_variance_within,
+    gated_gae,
+    join,
+    masked_mean_std,
+)
 
 from .minibatches import correction
 
@@ -67,7 +75,18 @@ def rollout_metrics(rollout: Rollout, seen: Rollout, credit: Credit, scores: Ten
             metrics["baseline/explained_variance"] = explained_variance(seen.values, monte_carlo, mask)
     if "value_disagreement" in rollout.stats:
         metrics["critic/disagreement"] = mean(rollout.stats["value_disagreement"])
-    return metrics
+    return metrics | oracle_metrics(seen, credit)
+
+
+def oracle_metrics(seen: Rollout, credit: Credit) -> dict[str, float]:
+    """Credit against the exact advantage at the tokens that decide, `exact/NAME`; empty where no oracle knows it."""
+    if seen.exact_values is None or seen.decisions is None:
+        return {}
+    truth, at = exact_advantage(seen.rewards, seen.exact_values, seen.mask), seen.decisions
+    found = agreement(credit.advantages[at], truth[at])
+    if seen.values is not None:
+        found["explained_variance_within"] = explained_variance_within(seen.values, seen.exact_values, at, seen.groups)
+    return {f"exact/{name}": x for name, x in found.items()}
 
 
 def statistic_metrics(rollout: Rollout, asked: Iterable[Statistic]) -> dict[str, float]:

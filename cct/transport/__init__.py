@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import entropy, gae, gate, group, reinforce, reweight, segments, traces, turns  # noqa: F401  (registration)
+from . import entropy, exact, gae, gate, group, reinforce, reweight, segments, traces, turns  # noqa: F401  (registration)
 from .base import Gate, Transport, Wrapper, gates, transports
 
 if TYPE_CHECKING:

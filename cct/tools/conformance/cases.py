@@ -92,6 +92,8 @@ def fill(
         "turns": torch.where(mask, (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).long().cumsum(1) - 1, -1),
         "versions": torch.where(mask, 3, -1),
         "components": {"evidence": rewards},
+        "exact_values": draw(rows, width),
+        "decisions": mask & (draw(rows, width) < 0.5),
     }
     there = {field.name for field in fields(Rollout)}
     truncated = truncated & mask.any(1)

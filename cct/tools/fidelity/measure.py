@@ -216,8 +216,8 @@ def _estimate(
     estimator: Estimator, sampler: Sampler, rows: Sequence[Row], iteration: int
 ) -> tuple[Credit, Rollout, dict[str, float]]:
     """The credit of responses under a recipe, the rollout that it was computed from, and their metrics."""
-    recipe, pad = estimator.recipe, sampler.tokenizer.pad_token_id
-    rollout = estimator.rollout(rows, pad, iteration)
+    recipe = estimator.recipe
+    rollout = estimator.rollout(rows, sampler.tokenizer, iteration)
     if recipe.needs("greedy"):
         rollout, _ = estimator.greedy(sampler, rollout, rows, iteration)
     if recipe.transport.branches:

@@ -79,12 +79,12 @@ def read_run(folder: Path) -> Run:
         raise ReportError(f"{folder}/recipe.yaml: {error}") from None
     if not isinstance(recipe, dict):
         raise ReportError(f"{folder}/recipe.yaml: cannot be read (expected a mapping)")
-    tokens = _read(run.tokens_file)["responses"] if run.tokens_file.is_file() else []
-    fidelity = _read(run.fidelity_file) if run.fidelity_file.is_file() else None
+    tokens = read_mapping(run.tokens_file)["responses"] if run.tokens_file.is_file() else []
+    fidelity = read_mapping(run.fidelity_file) if run.fidelity_file.is_file() else None
     return Run(str(folder), recipe, written, events, samples, tokens, fidelity)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping that a file holds. Raises ReportError where it holds none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -12,6 +12,7 @@ from typing import Any
 from cct.metrics import CURVES, OUTCOMES
 
 from .fidelity import fidelity_section
+from .lab import lab_section
 from .page import Report, Section, Table, facts
 from .read import ReportError
 from .runs import chart
@@ -47,10 +48,13 @@ def study_report(folder: Path) -> Report:
         }
     )
     sections = [Section("Learning curves", _curves(arms, cells, grid))]
+    board = lab_section(folder)
+    sections = [board[0], *sections] if board else sections
     every = list(dict.fromkeys(row["metric"] for row in results["arms"]))
     main = [metric for metric in every if metric in OUTCOMES]
     others = [metric for metric in every if metric not in main]
-    tables = {"Arms": _arms(results, arms, settings, seeds, main)}
+    tables = {"Laboratory": board[1]} if board else {}
+    tables["Arms"] = _arms(results, arms, settings, seeds, main)
     more = ""
     if others:
         tables["Further metrics"] = _further(results, arms, settings, others)

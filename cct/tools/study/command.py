@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from cct.recipe import RecipeError
+from cct.recipe import Recipe, RecipeError
 from cct.registry import optional
 from cct.system.files import write_text
 from cct.system.terminal import make_console
 
 from .runner import Work, run_cells, show_status, status_table, submit_cells, works_of, write_recipes
-from .study import Study, dump_study, load_study, look_at_data
+from .study import Cell, Study, dump_study, load_study, look_at_data
 from .summary import print_tables, summarise, write
 
 WIDTH = 120  # of tables, where the terminal does not say
@@ -35,10 +35,10 @@ def command(action: str, path: Path, overrides: Sequence[str], root: Path, *, re
     if action == "status":
         show_status(study, works, console)
         return 0
-    _installed("scipy", "study")
-    _installed("statsmodels", "study")
+    installed("scipy", "study")
+    installed("statsmodels", "study")
     if study.executor == "slurm":
-        _installed("submitit", "submitit")
+        installed("submitit", "submitit")
     if action == "run":
         write_recipes(works, recipes)
         write_text(folder / "study.yaml", dump_study(study))
@@ -48,14 +48,16 @@ def command(action: str, path: Path, overrides: Sequence[str], root: Path, *, re
             submit_cells(study, works, console)
         else:
             run_cells(study, works, recipes, console)
-        return _end(study, works, path, folder, console)
-    _summary(study, works, folder, console)
+        return _end(study, works, recipes, path, folder, console)
+    _summary(study, works, recipes, folder, console)
     return 0
 
 
-def _end(study: Study, works: Sequence[Work], path: Path, folder: Path, console: Console) -> int:
+def _end(
+    study: Study, works: Sequence[Work], recipes: Mapping[Cell, Recipe], path: Path, folder: Path, console: Console
+) -> int:
     console.print(status_table(study, works))
-    _summary(study, works, folder, console)
+    _summary(study, works, recipes, folder, console)
     states = [work.state for work in works]
     if "failed" in states:
         console.print(f"failed cells are not run again; `cct study {path} --retry` retries them")
@@ -64,18 +66,18 @@ def _end(study: Study, works: Sequence[Work], path: Path, folder: Path, console:
     return 0 if states.count("done") == len(works) else 1
 
 
-def _summary(study: Study, works: Sequence[Work], folder: Path, console: Console) -> None:
+def _summary(study: Study, works: Sequence[Work], recipes: Mapping[Cell, Recipe], folder: Path, console: Console) -> None:
     if not folder.is_dir():
         raise RecipeError(
             f"{folder}: no study was run in this folder; `cct study FILE` runs one; --studies sets where studies are"
         )
-    results = summarise(study, works)
+    results = summarise(study, works, recipes)
     write(results, works, folder)
     print_tables(study, results, console)
     console.print(f"wrote {folder / 'results.json'} and {folder / 'cells.csv'}", soft_wrap=True)
 
 
-def _installed(library: str, extra: str) -> None:
+def installed(library: str, extra: str) -> None:
     """Reported before hours of computing, not after."""
     try:
         optional(library, extra)

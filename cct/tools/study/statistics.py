@@ -54,6 +54,32 @@ def interaction(a: Mapping[int, float], b: Mapping[int, float], c: Mapping[int, 
     return estimate([(d[seed] - c[seed]) - (b[seed] - a[seed]) for seed in a if seed in b and seed in c and seed in d])
 
 
+def share_of(part: Mapping[int, float], whole: Mapping[int, float]) -> Estimate:
+    """Mean of `part` over mean of `whole`, within each seed that both have, with Fieller's interval (1954).
+
+    The interval holds the ratios r for which part - r whole, tested as one sample, may have a mean of 0; where the whole may be
+    0 itself it has no ends (NaN). p: of part having a mean of 0.
+    """
+    from scipy import stats
+
+    pairs = [(part[seed], whole[seed]) for seed in part if seed in whole]
+    n, p = len(pairs), estimate([x for x, _ in pairs]).p
+    x, y = (math.fsum(values) / n if n else math.nan for values in (zip(*pairs, strict=True) if pairs else ((), ())))
+    ratio = x / y if y else math.nan
+    if n < 2:
+        return Estimate(ratio, math.nan, math.nan, n, p)
+    within = float(stats.t.ppf((1 + LEVEL) / 2, n - 1)) ** 2 / (n * (n - 1))
+    xx, xy, yy = (
+        within * math.fsum(products)
+        for products in zip(*(((a - x) ** 2, (a - x) * (b - y), (b - y) ** 2) for a, b in pairs), strict=True)
+    )
+    a, b, c = y * y - yy, x * y - xy, x * x - xx
+    if a <= SAME * y * y:
+        return Estimate(ratio, math.nan, math.nan, n, p)
+    half = math.sqrt(max(0.0, b * b - a * c))
+    return Estimate(ratio, (b - half) / a, (b + half) / a, n, p)
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted p-values of a family of tests (Holm 1979); NaN stays NaN and does not count as a test."""
     from statsmodels.stats.multitest import multipletests

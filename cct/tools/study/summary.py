@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cct.metrics import CELLS, EXPLAINED, OUTCOMES
+from cct.recipe import Recipe
 from cct.system.files import whole, without_nan, write_text
 
 from .runner import Work
@@ -31,9 +32,14 @@ from .statistics import (
 )
 from .study import Cell, Study
 
+FLOOR, CEILING = "grpo", "exact"  # transports between which the headroom is
 
-def summarise(study: Study, works: Sequence[Work]) -> dict[str, Any]:
-    """Everything in `results.json`. NaN, which JSON lacks, becomes null."""
+
+def summarise(study: Study, works: Sequence[Work], recipes: Mapping[Cell, Recipe] | None = None) -> dict[str, Any]:
+    """Everything in `results.json`. NaN, which JSON lacks, becomes null.
+
+    recipes: of the cells, which tell whether there is a headroom to speak of.
+    """
     cells = [_cell(study, work) for work in works]
     metrics = ["final_accuracy", "area", *dict.fromkeys(name for cell in cells for name in cell["evaluation"])]
     by_metric = {name: _by_arm(study, cells, name) for name in metrics}
@@ -51,8 +57,24 @@ def summarise(study: Study, works: Sequence[Work]) -> dict[str, Any]:
         "comparisons": [row for name in metrics for row in _comparisons(study, by_metric[name], name)],
         "courses": _courses(study, works),
         "stability": _stability(study, cells),
+        "headroom": _headroom(study, recipes or {}, by_metric["area"]),
     }
     return without_nan(results)
+
+
+def _headroom(
+    study: Study, recipes: Mapping[Cell, Recipe], areas: Mapping[tuple[str, str], dict[int, float]]
+) -> list[dict[str, Any]]:
+    """What exact credit gains over GRPO by the area under the curve, under each setting; empty where a study lacks one."""
+    found = []
+    for setting in study.settings:
+        first = {arm: recipes.get(Cell(arm, setting, study.seeds[0])) for arm in study.arm_names}
+        arm_of = {recipe.transport.use: arm for arm, recipe in reversed(first.items()) if recipe is not None}
+        if {FLOOR, CEILING} <= arm_of.keys():
+            floor, ceiling = arm_of[FLOOR], arm_of[CEILING]
+            difference = paired_difference(areas[ceiling, setting], areas[floor, setting])
+            found.append({"setting": setting, "floor": floor, "ceiling": ceiling, **asdict(difference)})
+    return found
 
 
 def _cell(study: Study, work: Work) -> dict[str, Any]:
@@ -168,6 +190,18 @@ def write(results: Mapping[str, Any], works: Sequence[Work], folder: Path) -> No
                 writer.writerow([work.cell.arm, work.cell.setting, work.cell.seed, *row])
 
 
+def headroom_line(row: Mapping[str, Any]) -> str:
+    """A headroom in words, with a warning where it is not larger than its interval is wide to each side."""
+    where = f"{row['setting']}: " if row["setting"] else ""
+    line = f"{where}headroom ({row['ceiling']} - {row['floor']}, area under curve): {_interval(row, '+')}, {row['n']} seeds"
+    if row["low"] is not None and row["low"] > 0:
+        return line
+    return (
+        f"{line}\nwarning: {where}the headroom is smaller than its interval, so these runs cannot tell credit apart; take more "
+        "seeds, fewer responses, or another task"
+    )
+
+
 # --- tables -----------------------------------------------------------------------------------
 def _interval(each: Mapping[str, Any], sign: str = "") -> str:
     if each["mean"] is None:
@@ -186,6 +220,8 @@ def print_tables(study: Study, results: Mapping[str, Any], console: Console) -> 
     _print_frozen(study, results, console)
     _print_differences(results, console)
     _print_stability(study, results, console)
+    for row in results.get("headroom", ()):
+        console.print(headroom_line(row), soft_wrap=True)
 
 
 INTERVAL = f"[{100 * LEVEL:.0f}% t interval]"

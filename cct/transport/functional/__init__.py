@@ -1,6 +1,7 @@
 """Transport as pure tensor functions."""
 
 from .episodes import Split, join, jointly
+from .exact import agreement, exact_advantage, ranks, root_mean_square
 from .gates import (
     draw_marginal,
     geometric_mean,
@@ -77,9 +78,11 @@ __all__ = [
     "Split",
     "Steps",
     "Unit",
+    "agreement",
     "bi_level_gae",
     "draw_marginal",
     "entropy_weighted_advantage",
+    "exact_advantage",
     "explained_variance",
     "explained_variance_within",
     "from_start",
@@ -104,9 +107,11 @@ __all__ = [
     "position_curve",
     "position_profile",
     "previous_step",
+    "ranks",
     "redistribute",
     "relative",
     "retrace",
+    "root_mean_square",
     "scan",
     "segment_advantage",
     "shuffle_within",

@@ -1,0 +1,1 @@
+"""The laboratory of credit: how much of what exact credit gains over GRPO another estimator takes."""
