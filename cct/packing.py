@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Prompts are shared by `auto` where a pack has at most this share of the rows' tokens.
-SHARED_AT_MOST = 0.6
+SHARED_AT_MOST = 0.5
 
 
 @dataclass(frozen=True)

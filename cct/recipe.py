@@ -83,9 +83,9 @@ class Training(Knobs):
     """What follows a response that the length limit cut is worth the critic's V there. Off, it ended with the score it got:
     for a tight limit that is part of the task, where a critic that hopes too much pays for rambling."""
     share_prefix: Literal["auto"] | bool = "auto"
-    """Whether a forward computes a prompt once for all of its responses, in policy and critic. auto does where that leaves at
-    most 0.6 of the tokens and the policy's attention allows it; true wherever it can, and refuses a policy that cannot. Which
-    rows go together, and thereby the rounding of sums, changes with it; nothing else does."""
+    """Whether a forward computes a prompt once for all of its responses, in policy and critic. auto does on the CPU, where that
+    leaves at most half of the tokens and the policy's attention allows it; true wherever it can, and refuses a policy that
+    cannot. It changes which rows go together and the rounding of sums, nothing else."""
     logits_at_once: int | None = Field(None, ge=1)
     """Tokens of a forward whose logits over the vocabulary stand in memory together; where there are more, the backward
     computes them again. null: as many as make 2^26 numbers. Changes no number."""

@@ -141,7 +141,8 @@ class Agent(nn.Module):
 
     def _packed(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> Packed | None:
         """The rows as a pack, where prompts are to be shared."""
-        if not self.share or not can_pack(attention_mask, width):
+        device = input_ids.device.type
+        if not self.share or device not in ("cpu", "cuda") or not can_pack(attention_mask, width):
             return None
         lengths = attention_mask.sum(1)
         if self.window is not None and int(lengths.max()) > self.window:

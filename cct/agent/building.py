@@ -83,7 +83,7 @@ def build(
 def _sharing(recipe: Recipe, actor: PreTrainedModel) -> tuple[bool | Literal["auto"], int | None]:
     """Whether prompts are shared, and within sequences of what length. Raises RecipeError where they cannot be and must."""
     wanted = recipe.training.share_prefix
-    if not wanted:
+    if not wanted or (wanted == "auto" and torch.cuda.is_available()):  # where it was never run
         return False, None
     refused, window = sharing_of(actor)
     if refused and wanted == "auto":
