@@ -60,7 +60,12 @@ def main(arguments: list[str] | None = None, benchmarks: Benchmarks = BENCHMARKS
         if options.write:
             sizes = f" --prompt {options.prompt} --responses {options.responses}" if options.prompt else ""
             command = f"python -m benchmarks {name}{sizes}{' --quick' * options.quick}"
-            write(options.write, name, f"`{command}` on {machine}:\n\n{text}", result.figure)
+            write(
+                options.write,
+                f"{name}-{options.prompt}" if sizes else name,
+                f"`{command}` on {machine}:\n\n{text}",
+                result.figure,
+            )
         found[name] = asdict(result)
         missed |= not all(target.reached for target in result.targets)
     if options.json:

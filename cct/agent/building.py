@@ -67,7 +67,7 @@ def build(
             raise RecipeError(f"policy.lora.{error}") from error
     if training.gradient_checkpointing:
         actor.gradient_checkpointing_enable({"use_reentrant": False})
-    share, window = _sharing(recipe, actor)
+    share, window = sharing(recipe, actor)
     agent = Agent(
         actor,
         critic,
@@ -80,7 +80,7 @@ def build(
     return agent, tokenizer, reference
 
 
-def _sharing(recipe: Recipe, actor: PreTrainedModel) -> tuple[bool | Literal["auto"], int | None]:
+def sharing(recipe: Recipe, actor: PreTrainedModel) -> tuple[bool | Literal["auto"], int | None]:
     """Whether prompts are shared, and within sequences of what length. Raises RecipeError where they cannot be and must."""
     wanted = recipe.training.share_prefix
     if not wanted or (wanted == "auto" and torch.cuda.is_available()):  # where it was never run
