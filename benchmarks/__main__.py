@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME...] [--quick] [--threads N] [--write FILE.md] [--json FILE.json]`.
+"""`python -m benchmarks [NAME...] [--quick] [--prompt N --responses RxT] [--threads N] [--write FILE.md] [--json FILE.json]`.
 
 Prints each benchmark's tables. `--write` puts them, with the machine and the command, between the marks of that benchmark in
 a Markdown file (`docs/performance.md` holds those of one run); `--json` keeps every ratio.
@@ -38,6 +38,8 @@ def main(arguments: list[str] | None = None, benchmarks: Benchmarks = BENCHMARKS
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(benchmarks)}; all where none is given")
     parser.add_argument("--quick", action="store_true", help="small sizes: to see that it works, not how fast")
+    parser.add_argument("--prompt", type=int, metavar="N", help="of step: prompts of N tokens, shared and not")
+    parser.add_argument("--responses", default="16x32", metavar="RxT", help="of --prompt: R responses of T tokens to each")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads of torch (default 2)")
     parser.add_argument("--write", type=Path, help="Markdown file whose sections of these benchmarks are replaced")
     parser.add_argument("--json", type=Path, help="file for all that was measured")
@@ -49,13 +51,21 @@ def main(arguments: list[str] | None = None, benchmarks: Benchmarks = BENCHMARKS
     print(machine)
     for name in options.names or benchmarks:
         full, quick = benchmarks[name]
+        if name == "step" and options.prompt:
+            full = quick = lambda: step.long_prompts(options.prompt, options.responses)
         started = time.perf_counter()
         result = (quick if options.quick else full)()
         text = markdown(result)
         print(f"\n## {name} ({time.perf_counter() - started:.0f} s)\n\n{text}", flush=True)
         if options.write:
-            command = f"python -m benchmarks {name}{' --quick' * options.quick}"
-            write(options.write, name, f"`{command}` on {machine}:\n\n{text}", result.figure)
+            sizes = f" --prompt {options.prompt} --responses {options.responses}" if options.prompt else ""
+            command = f"python -m benchmarks {name}{sizes}{' --quick' * options.quick}"
+            write(
+                options.write,
+                f"{name}-{options.prompt}" if sizes else name,
+                f"`{command}` on {machine}:\n\n{text}",
+                result.figure,
+            )
         found[name] = asdict(result)
         missed |= not all(target.reached for target in result.targets)
     if options.json:

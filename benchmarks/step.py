@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import random
 import statistics
+import string
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,6 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from lightning import Callback
+from pydantic import Field
 from rich.console import Console
 
 from cct.agent.building import build
@@ -23,6 +27,7 @@ from cct.policy.models import Scratch
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response
 from cct.run_folder import RunFolder
+from cct.task import Task, tasks
 from cct.training.run import train
 
 from .measure import Result, Table, Target, extra_memory, mib, number, ratios, spread
@@ -43,6 +48,8 @@ class Size:
     layers: int = 4
     iterations: int = 4
     """Timed in a round, after one that is not."""
+    prompt: int | None = None
+    """Tokens of every prompt; None takes the problems of `chain_arithmetic` as they are."""
 
     @property
     def total(self) -> int:
@@ -66,6 +73,25 @@ class Endless(Scratch):
         return model, tokenizer
 
 
+@tasks.register("long")
+class Long(Task):
+    """Random letters, as many as are asked for; nothing to learn."""
+
+    length: int = Field(ge=1)
+    """Characters of a prompt, a token each."""
+
+    def prompts(self, seed, start, count):
+        drawn = [random.Random(f"{seed} {number}") for number in range(start, start + count)]
+        return [Prompt("".join(draw.choices(self.alphabet, k=self.length))) for draw in drawn]
+
+    def held_out(self):
+        return self.prompts(-1, 0, 1)
+
+    @property
+    def alphabet(self):
+        return string.digits + string.ascii_lowercase
+
+
 @evidences.register("digits")
 class Digits(Evidence):
     """The share of digits in a response: differs from one random response to the next."""
@@ -84,6 +110,69 @@ CCT = {
 }
 
 
+SHARING = {
+    "cct grpo": ("grpo",),
+    "cct grpo, share_prefix: false": ("grpo", "training.share_prefix=false"),
+    "cct compo (TAC), 1 critic pass": ("compo", "training.critic_warmup=0", "training.critic_epochs=1"),
+    "cct compo (TAC), 1 critic pass, share_prefix: false": (
+        "compo",
+        "training.critic_warmup=0",
+        "training.critic_epochs=1",
+        "training.share_prefix=false",
+    ),
+}
+
+
+def long_prompts(prompt: int, responses: str, rounds: int = 3) -> Result:
+    """Prompts of so many tokens, `16x32` responses to each of 8: with their prompts shared, without, and TRL.
+
+    By the CPU's time, all threads together, which what else a machine does disturbs less than the clock.
+    """
+    count, tokens = map(int, responses.split("x"))
+    size = Size(prompts=8, responses=count, tokens=tokens, iterations=3, prompt=prompt)
+    recipes = {name: recipe(size, *knobs) for name, knobs in SHARING.items()}
+    each: dict[str, Callable[[], Iterations]] = {name: lambda one=one: of_cct(one) for name, one in recipes.items()}  # type: ignore[misc]
+    if find_spec("trl") is not None:
+        each[TRL] = lambda: of_trl(recipes["cct grpo"])
+    found, memory = in_rounds(each, rounds)
+    seconds = {name: [statistics.median(one.cpu) for one in them] for name, them in found.items()}
+    tokens_of = {name: statistics.mean(one.tokens for one in them) for name, them in found.items()}
+    assert len(set(tokens_of.values())) == 1, f"not the same work: {tokens_of} tokens an iteration"
+    work = tokens_of["cct grpo"]
+    grpo, apart, compo, compo_apart = (seconds[name] for name in SHARING)
+    rows = [
+        (name, spread(taken), number(work / statistics.median(taken)), spread(ratios(taken, grpo)), mib(memory[name]))
+        for name, taken in seconds.items()
+    ]
+    targets = [
+        Target("CPU time: grpo without sharing / grpo", ratios(apart, grpo), least=1.0),
+        Target("CPU time: compo without sharing / compo", ratios(compo_apart, compo), least=1.0),
+    ]
+    if TRL in seconds:
+        targets += [
+            Target(f"tokens per second of CPU: cct grpo / {TRL}", ratios(seconds[TRL], grpo), least=2.0),
+            Target(f"tokens per second of CPU: cct compo / {TRL}", ratios(seconds[TRL], compo), least=1.7),
+        ]
+    peak, peak_apart = (memory[name] for name in list(SHARING)[:2])
+    if peak and peak_apart:
+        targets.append(Target("peak memory: grpo / without sharing", (peak / peak_apart,), most=0.6))
+    title = f"An iteration: 8 prompts of {prompt} tokens, {count} responses of {tokens} each, minibatches of {size.minibatch}"
+    columns = ("", "CPU s", "tokens per CPU second", "times cct grpo", "peak memory of a run")
+    return Result((Table(title, columns, tuple(rows)), stages(found, list(recipes))), tuple(targets))
+
+
+def in_rounds(
+    each: dict[str, Callable[[], Iterations]], rounds: int
+) -> tuple[dict[str, list[Iterations]], dict[str, int | None]]:
+    """What every run gave in each round, and the memory of its last one; rounds go forwards and backwards."""
+    found: dict[str, list[Iterations]] = {name: [] for name in each}
+    memory: dict[str, int | None] = {}
+    for number_of_round in range(rounds):
+        for name in list(each) if number_of_round % 2 == 0 else list(each)[::-1]:
+            memory[name] = extra_memory(lambda name=name: found[name].append(each[name]()))  # type: ignore[misc]
+    return found, memory
+
+
 def run(size: Size = SIZE, rounds: int = 3) -> Result:
     recipes = {name: recipe(size, *knobs) for name, knobs in CCT.items()}
     each: dict[str, Callable[[], Iterations]] = {name: lambda one=one: of_cct(one) for name, one in recipes.items()}  # type: ignore[misc]
@@ -92,11 +181,7 @@ def run(size: Size = SIZE, rounds: int = 3) -> Result:
         notes.append("TRL is not installed (`pip install '.[bench]'`), so nothing is compared with it.")
     else:
         each[TRL] = lambda: of_trl(recipes["cct grpo"])
-    found: dict[str, list[Iterations]] = {name: [] for name in each}
-    memory: dict[str, int | None] = {}
-    for number_of_round in range(rounds):
-        for name in list(each) if number_of_round % 2 == 0 else list(each)[::-1]:
-            memory[name] = extra_memory(lambda name=name: found[name].append(each[name]()))  # type: ignore[misc]
+    found, memory = in_rounds(each, rounds)
     seconds = {name: [statistics.median(one.seconds) for one in them] for name, them in found.items()}
     tokens = {name: statistics.mean(one.tokens for one in them) for name, them in found.items()}
     assert len(set(tokens.values())) == 1, f"not the same work: {tokens} tokens an iteration"
@@ -151,13 +236,15 @@ class Iterations:
     """In one iteration."""
     stages: dict[str, float]
     """Median seconds of each."""
+    cpu: list[float]
+    """Seconds of all threads, evaluation and what is written left out."""
 
 
 def recipe(size: Size, name: str, *knobs: str) -> Recipe:
     heads = size.width // 32
     policy = (
         f"{{use: endless, hidden_size: {size.width}, intermediate_size: {3 * size.width}, layers: {size.layers}, "
-        f"heads: {heads}, kv_heads: {heads}}}"
+        f"heads: {heads}, kv_heads: {heads}, max_length: {max(512, (size.prompt or 0) + size.tokens)}}}"
     )
     return load_recipe(
         RECIPES / f"{name}.yaml",
@@ -172,8 +259,8 @@ def recipe(size: Size, name: str, *knobs: str) -> Recipe:
             f"training.iterations={size.iterations + 1}",
             "training.checkpoint_every=1000",
             "evaluation.every=1000",
-            "task.held_out_size=1",
             "logging.rollouts=never",
+            *([f"task={{use: long, length: {size.prompt}}}"] if size.prompt else ["task.held_out_size=1"]),
             *knobs,
         ],
     )
@@ -186,13 +273,20 @@ def critic_parameters(one: Recipe) -> int:
 
 def of_cct(one: Recipe) -> Iterations:
     """By the run's own clock: sampling, judging, behaviour pass, transport, update."""
+    ends = list[float]()
+
+    class Clock(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            ends.append(time.process_time())
+
     with tempfile.TemporaryDirectory() as root:
         folder = RunFolder.new(Path(root), one.name).path
-        train(one, folder, console=Console(file=io.StringIO()))
+        train(one, folder, console=Console(file=io.StringIO()), callbacks=[Clock()])
         events = [event for event in RunFolder(folder).metrics if event["iteration"] > 1]
     names = {name for event in events for name in event if name.startswith("time/")} - {"time/iteration"}
     medians = {name.removeprefix("time/"): statistics.median(event.get(name, 0.0) for event in events) for name in names}
-    return Iterations([event["time/iteration"] for event in events], events[0]["train/tokens"], medians)
+    cpu = [after - before for before, after in pairwise(ends)][:-1]  # the last one evaluates
+    return Iterations([event["time/iteration"] for event in events], events[0]["train/tokens"], medians, cpu)
 
 
 def of_trl(one: Recipe) -> Iterations:
@@ -201,7 +295,7 @@ def of_trl(one: Recipe) -> Iterations:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    training, lengths, ends = one.training, list[int](), list[float]()
+    training, lengths, ends, cpu = one.training, list[int](), list[float](), list[float]()
     steps = training.prompts_per_iteration * training.responses_per_prompt // training.minibatch_size
     actor, tokenizer = one.policy.load(alphabet=one.task.alphabet, seed=one.seed)
     prompts = one.task.prompts(one.seed, 0, training.iterations * training.prompts_per_iteration)
@@ -214,6 +308,7 @@ def of_trl(one: Recipe) -> Iterations:
         def on_step_end(self, args, state, control, **others):
             if state.global_step % steps == 0:
                 ends.append(time.perf_counter())
+                cpu.append(time.process_time())
 
     with tempfile.TemporaryDirectory() as root:
         config = GRPOConfig(
@@ -246,5 +341,5 @@ def of_trl(one: Recipe) -> Iterations:
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
-    timed = [after - before for before, after in pairwise(ends)]
-    return Iterations(timed, sum(lengths) / training.iterations, {})
+    timed, of_cpu = ([after - before for before, after in pairwise(each)] for each in (ends, cpu))
+    return Iterations(timed, sum(lengths) / training.iterations, {}, of_cpu)

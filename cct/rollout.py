@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from cct.packing import Packed
     from cct.statistic.forward import Attention
 
 
@@ -86,7 +87,11 @@ class Response:
 
 @dataclass
 class Trace:
-    """What one forward of the actor leaves behind for the critic, detached."""
+    """What one forward of the actor leaves behind for the critic, detached.
+
+    packed: for critics that say `reads_packed`, where prompts were shared. Then hidden states, token_logprobs, entropy and
+    concentration are [1, N, D], [1, N], [1, N] and [1, H, N] over the pack, and attention holds `PackedAttention`.
+    """
 
     input_ids: Tensor  # [B, S]
     attention_mask: Tensor  # [B, S], 1 = token
@@ -96,6 +101,7 @@ class Trace:
     entropy: Tensor  # [B, S], entropy of the distribution that emitted the token AT this position; 0 in the prompt
     concentration: dict[int, Tensor] = field(default_factory=dict)  # layer -> [B, H, S], where the critic reads it
     values: Tensor | None = None  # the critic's then, index t read before token t: [B, T + 1], or of each critic [B, T + 1, n]
+    packed: Packed | None = None
 
 
 @dataclass

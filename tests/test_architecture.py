@@ -13,7 +13,7 @@ AXES = ("evidence", "transport", "critic", "geometry", "task", "policy")
 LAYERS = [
     ("system", "metrics"),
     ("registry",),
-    ("tensors",),
+    ("tensors", "packing"),
     ("statistic",),
     ("rollout", "handover"),
     ("laboratory",),
@@ -51,6 +51,8 @@ TENSOR_FILES = {
     "attention.py",
     "checkpoints.py",
     "head.py",
+    "packing.py",
+    "sharing.py",
     "sampling.py",
     "weights.py",
 }

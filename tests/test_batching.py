@@ -25,6 +25,15 @@ def test_every_minibatch_makes_as_many_forwards_as_the_fullest():
     assert micro_batches(sizes, [2, 2], 1, rows=2, tokens=20) == [[[0], [1], [2], [3]]]
 
 
+def test_rows_of_one_prompt_go_together_where_prompts_are_shared():
+    sizes = [(3, 5), (9, 5), (4, 5), (8, 5), (1, 5), (2, 5), (7, 5), (6, 5)]
+    prompts = [0, 1, 0, 1, 2, 2, 0, 2]
+    assert micro_batches(sizes, [8], 1, rows=4, prompts=prompts) == [[[1, 3, 6, 2], [0, 7, 5, 4]]]
+    assert micro_batches(sizes, [8], 2, rows=4, prompts=prompts) == [[[1, 3, 6, 2]], [[0, 7, 5, 4]]]
+    # Prompts of 5 count once: 9 + 8 + 5 = 22, and 7 + 4 + 3 + 5 = 19, and 6 + 2 + 1 + 5 = 14.
+    assert micro_batches(sizes, [8], 1, rows=8, tokens=22, prompts=prompts) == [[[1, 3], [6, 2, 0], [7, 5, 4]]]
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=12, max_size=12),
     st.sampled_from([(12, 1), (12, 2), (6, 3), (4, 2), (4, 1)]),

@@ -97,6 +97,13 @@ def test_accumulated_gradients_are_those_of_the_whole_minibatch(strategy, one_pr
     assert_same_numbers(RunFolder(two_processes(tmp_path, *sets)).metrics, one_process)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_shared_prompts_give_the_numbers_of_rows_read_apart(strategy, one_process, tmp_path):
+    sets = [f"training.strategy={strategy}", "training.share_prefix=true"]
+    assert_same_numbers(RunFolder(two_processes(tmp_path, *sets)).metrics, one_process)
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", pytest.param("deepspeed_3", marks=needs_deepspeed)])
 def test_a_process_without_held_out_problems_does_not_hang(strategy, tmp_path):
     folder = two_processes(tmp_path, f"training.strategy={strategy}", "task.held_out_size=1", "training.iterations=1")

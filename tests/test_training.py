@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from conftest import tiny_model
 from held import Held
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from cct.agent.building import build
+from cct.agent.building import build, sharing
 from cct.agent.export import export
 from cct.agent.warm_start import warm_start
 from cct.cli import main
@@ -302,6 +303,27 @@ def test_the_micro_batch_split_changes_no_weight(split, tmp_path):
     a, b = final_state(whole)["optimizer_states"][0]["state"], final_state(split)["optimizer_states"][0]["state"]
     for index in a:  # Adam's first moments: sums of gradients, which the split must not change
         torch.testing.assert_close(a[index]["exp_avg"], b[index]["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("split", ["micro_batch_size=4", "micro_batch_tokens=60"])
+def test_sharing_prompts_changes_no_number_beyond_rounding(split, tmp_path):
+    knobs = ["training.iterations=1", "training.critic_window=2", f"training.{split}"]
+    apart = run(tiny("compo", *knobs, "training.share_prefix=false"), tmp_path)
+    shared = run(tiny("compo", *knobs, "training.share_prefix=true"), tmp_path)
+    a, b = (final_state(folder)["optimizer_states"][0]["state"] for folder in (apart, shared))
+    for index in a:
+        torch.testing.assert_close(a[index]["exp_avg"], b[index]["exp_avg"], rtol=1e-3, atol=1e-6)
+    for event, other in zip(RunFolder(apart).metrics, RunFolder(shared).metrics, strict=True):
+        for name in ("train/entropy", "advantage/std", "critic/explained_variance", "policy/loss", "eval/accuracy"):
+            assert event.get(name) == pytest.approx(other.get(name), rel=1e-3, abs=1e-5), name
+
+
+def test_a_policy_that_cannot_share_prompts_is_refused_where_it_must(tmp_path):
+    model = tiny_model("llama")
+    model.model.register_forward_pre_hook(lambda _, args, kw: (args, {**kw, "position_ids": None}), with_kwargs=True)
+    with pytest.raises(RecipeError, match=r"share_prefix: LlamaForCausalLM cannot share prompts: it gives other logits then"):
+        sharing(tiny("grpo", "training.share_prefix=true"), model)
+    assert sharing(tiny("grpo"), model) == (False, None)
 
 
 def test_a_single_step_on_policy_needs_no_forward_before_it(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +14,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from cct.errors import attributed_to, of_recipe
 from cct.policy import Shape
 from cct.policy.checkpoints import STATE
+from cct.policy.sharing import sharing_of
 from cct.policy.weights import add_lora, without_dropout
 from cct.preflight import message_of, unfit, unready
 from cct.prompts import drawn, encode, fitting, positions_of
@@ -65,9 +67,32 @@ def build(
             raise RecipeError(f"policy.lora.{error}") from error
     if training.gradient_checkpointing:
         actor.gradient_checkpointing_enable({"use_reentrant": False})
-    bf16 = training.precision == "bf16"
-    agent = Agent(actor, critic, recipe.generation.temperature, bf16=bf16, logits_at_once=training.logits_at_once)
+    share, window = sharing(recipe, actor)
+    agent = Agent(
+        actor,
+        critic,
+        recipe.generation.temperature,
+        bf16=training.precision == "bf16",
+        logits_at_once=training.logits_at_once,
+        share=share,
+        window=window,
+    )
     return agent, tokenizer, reference
+
+
+def sharing(recipe: Recipe, actor: PreTrainedModel) -> tuple[bool | Literal["auto"], int | None]:
+    """Whether prompts are shared, and within sequences of what length. Raises RecipeError where they cannot be and must."""
+    wanted = recipe.training.share_prefix
+    if not wanted or (wanted == "auto" and torch.cuda.is_available()):  # where it was never run
+        return False, None
+    refused, window = sharing_of(actor)
+    if refused and wanted == "auto":
+        return False, None
+    if refused:
+        raise RecipeError(
+            f"training.share_prefix: {type(actor).__name__} cannot share prompts: {refused}; set it to auto or false"
+        )
+    return wanted, window
 
 
 def _measure(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:

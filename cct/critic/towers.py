@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from cct.packing import Packed, shared_attention
 from cct.rollout import Trace
-from cct.statistic.forward import Attention
+from cct.statistic.forward import Attention, PackedAttention
 
 from .functional import PAD_BINS, SIGMA_IN_BINS, hl_gauss, two_hot
 
@@ -142,12 +143,14 @@ class Tower(nn.Module):
     """Base of all critics.
 
     reads_hidden: actor layers whose output it needs (0: the embeddings); reads_attention: layers whose
-    queries and keys it needs; reads_concentration: a subset of those whose per-head concentration it needs.
+    queries and keys it needs; reads_concentration: a subset of those whose per-head concentration it needs. reads_packed: it
+    can read a trace over a pack, `Trace.packed`, and gives [1, N (, outputs)] of it.
     """
 
     reads_hidden: tuple[int, ...] = ()
     reads_attention: tuple[int, ...] = ()
     reads_concentration: tuple[int, ...] = ()
+    reads_packed = False
 
     def __init__(self, head: Head):
         super().__init__()
@@ -170,6 +173,7 @@ class EnsembleTower(Tower):
         together = lambda name: tuple(sorted({layer for tower in members for layer in getattr(tower, name)}))  # noqa: E731
         self.reads_hidden, self.reads_attention = together("reads_hidden"), together("reads_attention")
         self.reads_concentration = together("reads_concentration")
+        self.reads_packed = all(tower.reads_packed for tower in members)
 
     def forward(self, trace: Trace) -> Tensor:
         return torch.stack([tower(trace) for tower in self.members], 2)
@@ -177,6 +181,8 @@ class EnsembleTower(Tower):
 
 class TransportAlignedTower(Tower):
     """TAC. Everything it reads of the actor is detached, and at position p knows tokens up to p only."""
+
+    reads_packed = True
 
     def __init__(
         self,
@@ -212,10 +218,10 @@ class TransportAlignedTower(Tower):
         emitted = [trace.token_logprobs.clamp(min=-20).unsqueeze(2), trace.entropy.unsqueeze(2)]
         concentration = [trace.concentration[layer].transpose(1, 2) for layer in sorted(set(self.reads_concentration))]
         features = torch.cat([*emitted, *concentration], 2)
-        hidden = trace.attention_mask == 0
+        hidden = trace.attention_mask == 0 if trace.packed is None else torch.zeros_like(features[..., 0], dtype=torch.bool)
         x = features.new_zeros(())
         for block, layer in zip(self.blocks, self.ladder, strict=True):
-            x = block(x, trace.hidden_states[layer].float(), features, trace.attention.get(layer - 1), hidden)
+            x = block(x, trace.hidden_states[layer].float(), features, trace.attention.get(layer - 1), hidden, trace.packed)
         return self.shaped(self.out(self.norm(x)))
 
 
@@ -241,32 +247,51 @@ class Block(nn.Module):
             self.memory_out = nn.Linear(memory, width, bias=False)
         self.think = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
-    def forward(self, x: Tensor, state: Tensor, features: Tensor, attention: Attention | None, hidden: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        state: Tensor,
+        features: Tensor,
+        attention: Attention | None,
+        hidden: Tensor,
+        packed: Packed | None = None,
+    ) -> Tensor:
         state = self.read_norm(state).masked_fill(hidden.unsqueeze(2), 0.0)
-        before = F.pad(state[:, :-1], (0, 0, 1, 0))  # the state that emitted the token at this position
+        before = F.pad(state[:, :-1], (0, 0, 1, 0)) if packed is None else packed.earlier(state[0]).unsqueeze(0)
         x = x + self.read(torch.cat([state, before, features.masked_fill(hidden.unsqueeze(2), 0.0)], 2))
         if self.borrow and attention is not None:
-            batch, length, _ = x.shape
-            value = self.mix_value(self.mix_norm(x)).view(batch, length, self.kv_heads, -1).transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(
-                attention.query.float(),
-                attention.key.float(),
-                value,
-                attn_mask=attention.mask,
-                is_causal=attention.mask is None,
-                scale=attention.scaling,
-                enable_gqa=self.grouped,
-            )
-            x = x + self.mix_out(mixed.transpose(1, 2).reshape(batch, length, -1).masked_fill(hidden.unsqueeze(2), 0.0))
+            value = self.mix_value(self.mix_norm(x)).unflatten(2, (self.kv_heads, -1))
+            mixed = self._mixed(attention, value, packed).flatten(2)
+            x = x + self.mix_out(mixed.masked_fill(hidden.unsqueeze(2), 0.0))
         x = x + self.think(x)
         if self.memory:
             seen = self.memory_in(self.memory_norm(x)).masked_fill(hidden.unsqueeze(2), -10.0)
-            x = x + self.memory_out(seen.cummax(1).values)
+            most = seen.cummax(1).values if packed is None else packed.running_max(seen[0]).unsqueeze(0)
+            x = x + self.memory_out(most)
         return x
+
+    def _mixed(self, attention: Attention, value: Tensor, packed: Packed | None) -> Tensor:
+        """The actor's attention over value vectors [B, S, H_kv, d], [B, S, H, d]."""
+        if packed is not None:
+            assert isinstance(attention, PackedAttention)
+            query, key = (x.float() for x in attention.of_pack)
+            return shared_attention(query, key, value[0], packed, attention.scaling).unsqueeze(0)
+        mixed = F.scaled_dot_product_attention(
+            attention.query.float(),
+            attention.key.float(),
+            value.transpose(1, 2),
+            attn_mask=attention.mask,
+            is_causal=attention.mask is None,
+            scale=attention.scaling,
+            enable_gqa=self.grouped,
+        )
+        return mixed.transpose(1, 2)
 
 
 class StandardTower(Tower):
     """A second Transformer. Reads token ids only."""
+
+    reads_packed = True
 
     def __init__(self, actor: PreTrainedModel, head: Head):
         super().__init__(head)
@@ -276,6 +301,9 @@ class StandardTower(Tower):
         nn.init.zeros_(self.out.bias)
 
     def forward(self, trace: Trace) -> Tensor:
+        if trace.packed is not None:
+            body = self.body(**trace.packed.inputs(trace.input_ids), use_cache=False)
+            return self.shaped(self.out(body.last_hidden_state))
         position_ids = (trace.attention_mask.cumsum(1) - 1).clamp(min=0)
         body = self.body(
             input_ids=trace.input_ids, attention_mask=trace.attention_mask, position_ids=position_ids, use_cache=False
@@ -285,6 +313,8 @@ class StandardTower(Tower):
 
 class HeadTower(Tower):
     """A small head on the actor's last hidden state."""
+
+    reads_packed = True
 
     def __init__(self, config: Any, head: Head, *, width: int):
         super().__init__(head)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cct.statistic.forward import QUERY_BLOCK, Attention
+from cct.packing import Packed, attend, shared_attention
+from cct.statistic.forward import QUERY_BLOCK, Attention, PackedAttention
 from cct.tensors import as_mask
 
 # An additive mask at or below this hides a key: its probability is 0 in float32 beside any logit that models have.
@@ -128,6 +129,19 @@ def attention_concentration(
         if isinstance(mask, Runs):
             return _under_runs(query, key, mask, scaling, statistic, sinks, kernel)
         return _under_mask(query, key, _visible(mask), scaling, statistic, sinks, kernel)
+
+
+def packed_concentration(
+    query: Tensor, key: Tensor, packed: Packed, *, scaling: float, statistic: Literal["shannon", "renyi2"] = "shannon"
+) -> Tensor:
+    """`attention_concentration` over a pack: query [N, H, d]; key [N, H_kv, d]. Returns [N, H] float32."""
+    with torch.no_grad():
+        query, key = query.detach().float(), key.detach().float()
+
+        def of_keys(scale: float) -> tuple[Tensor, Tensor]:
+            return attend(query, key, key, packed, scale)[::-1]
+
+        return _of_entropy(_entropy(query, of_keys, scaling, statistic), packed.position_ids.T + 1)
 
 
 def _has_values(mask: Tensor) -> bool:
@@ -297,12 +311,18 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     more = [f"{what} ({name})" for name, what in MORE_THAN_SOFTMAX.items() if kwargs.get(name) is not None]
     if more:
         raise _Refused(f"{type(module).__name__} has {' and '.join(more)}, and is more than the softmax that the tap reads")
-    tap, index = getattr(module, "_cct_tap", None), getattr(module, "layer_idx", None)
+    tap, index = getattr(module, "_cct_tap", None), getattr(module, "layer_idx", -1)
+    taps = tap if isinstance(tap, Tap) and index in tap.layers else None
+    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
     if isinstance(tap, _Probe):
-        tap.called.append(module)
-    elif tap is not None and index in tap.layers:
-        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        tap.attention[index] = Attention(query.detach(), key.detach(), attention_mask, scaling)
+        tap.called.append((module, kwargs))
+    if (packed := kwargs.get("packed")) is not None:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        if taps is not None:
+            taps.attention[index] = PackedAttention(query.detach(), key.detach(), packed, scaling)
+        return shared_attention(query, key, value, packed, scaling).unsqueeze(0), None
+    if taps is not None:
+        taps.attention[index] = Attention(query.detach(), key.detach(), attention_mask, scaling)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -311,13 +331,13 @@ AttentionMaskInterface.register("cct", sdpa_mask)
 
 
 class _Probe:
-    """Collects the modules that call the attention interface."""
+    """Collects the modules that call the attention interface, and with what."""
 
     def __init__(self) -> None:
-        self.called: list[nn.Module] = []
+        self.called: list[tuple[nn.Module, dict[str, Any]]] = []
 
 
-def _attention_modules(model: nn.Module) -> list[nn.Module]:
+def attention_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that `tappable` found."""
     return [module for module in model.modules() if "_cct_tap" in module.__dict__]
 
@@ -330,33 +350,45 @@ def tappable(model: PreTrainedModel) -> PreTrainedModel:
     """
     name, layers = type(model).__name__, model.config.get_text_config().num_hidden_layers
     model.set_attn_implementation("cct")
-    probe, training, modules = _Probe(), model.training, list(model.modules())
-    for module in modules:
-        object.__setattr__(module, "_cct_tap", probe)
     try:
-        with torch.no_grad():
-            model.eval()(input_ids=torch.zeros(1, PROBE, dtype=torch.long, device=model.device), use_cache=False)
+        with probing(model, list(model.modules())) as probe:
+            model(input_ids=torch.zeros(1, PROBE, dtype=torch.long, device=model.device), use_cache=False)
     except _Refused as refused:
         raise ValueError(f"the attention of {name} cannot be tapped: {refused}") from None
-    finally:
-        model.train(training)
-        for module in modules:
-            object.__delattr__(module, "_cct_tap")
-    indices = [getattr(module, "layer_idx", None) for module in probe.called]
+    indices = [getattr(module, "layer_idx", None) for module, _ in probe.called]
     if sorted(indices, key=str) != sorted(range(layers), key=str):
         raise ValueError(
             f"the attention of {name} cannot be tapped: {len(set(indices))} of {layers} layers go through transformers' "
             "attention interface"
         )
-    for module in probe.called:
+    for module, _ in probe.called:
         object.__setattr__(module, "_cct_tap", None)
     return model
 
 
 @contextmanager
+def probing(model: PreTrainedModel, modules: Iterable[nn.Module]) -> Iterator[_Probe]:
+    """While open, the attention of these modules is seen by a probe; no gradient, no dropout."""
+    probe, training, modules = _Probe(), model.training, list(modules)
+    before = {module: module.__dict__["_cct_tap"] for module in modules if "_cct_tap" in module.__dict__}
+    for module in modules:
+        object.__setattr__(module, "_cct_tap", probe)
+    try:
+        with torch.no_grad():
+            model.eval()
+            yield probe
+    finally:
+        model.train(training)
+        for module in modules:
+            object.__delattr__(module, "_cct_tap")
+        for module, tap in before.items():
+            object.__setattr__(module, "_cct_tap", tap)
+
+
+@contextmanager
 def tap(model: nn.Module, layers: Iterable[int]) -> Iterator[Tap]:
     """While open, forwards of `model` leave the named layers' queries and keys in the tap (the last forward's)."""
-    opened, modules = Tap(layers), _attention_modules(model)
+    opened, modules = Tap(layers), attention_modules(model)
     for module in modules:
         object.__setattr__(module, "_cct_tap", opened)
     try:

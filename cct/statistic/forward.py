@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from cct.packing import Packed
 
 # Queries at once wherever attention is written out: bounds extra memory to H * 256 * S per sequence.
 QUERY_BLOCK = 256
@@ -56,6 +59,25 @@ class Attention:
             logits = query.float() @ key.transpose(-1, -2) * self.scaling
             logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
             return logits.softmax(-1).nan_to_num(0.0)
+
+
+class PackedAttention(Attention):
+    """Queries and keys of a pack, [N, H, d] and [N, H_kv, d]; as those of rows, `Attention`'s, where they are asked for."""
+
+    def __init__(self, query: Tensor, key: Tensor, packed: Packed, scaling: float):
+        self.of_pack, self.packed, self.scaling = (query, key), packed, scaling
+
+    @cached_property
+    def query(self) -> Tensor:  # type: ignore[override]
+        return self.packed.unpack(self.of_pack[0]).transpose(1, 2)
+
+    @cached_property
+    def key(self) -> Tensor:  # type: ignore[override]
+        return self.packed.unpack(self.of_pack[1]).transpose(1, 2)
+
+    @cached_property
+    def mask(self) -> Tensor | None:  # type: ignore[override]
+        return self.packed.visible()
 
 
 @dataclass

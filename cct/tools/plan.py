@@ -113,6 +113,7 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
     rows = training.rows_per_forward(prompt + width)
     micro_batches = training.minibatch_size // training.processes // rows  # of the longest responses
     accumulates = micro_batches > 1 or _sharded(recipe)
+    notes += _shared(recipe, prompt, gpu)
     try:
         foot = footprint(recipe, config, prompt, width, accumulates=accumulates)
     except ValueError as error:
@@ -399,6 +400,23 @@ def print_plan(recipe: Recipe, gpu: str | None) -> int:
     if found.peak > memory:
         say(_advice(recipe, found))
     return 0 if fits else 1
+
+
+def _shared(recipe: Recipe, prompt: int, gpu: int | None) -> list[str]:
+    """How many tokens of a minibatch are left where prompts are shared, if they are."""
+    training, width = recipe.training, recipe.generation.max_new_tokens
+    if not training.share_prefix or (training.share_prefix == "auto" and gpu is not None):
+        return []
+    rows, prompts = training.minibatch_size, training.prompts_per_iteration
+    part = rows / (prompts * training.responses_per_prompt)
+    distinct = prompts * (1 - (1 - part) ** training.responses_per_prompt)  # of as many rows drawn at random
+    left = (distinct * prompt + rows * width) / (rows * (prompt + width))
+    if training.share_prefix == "auto" and left > 0.5:
+        return []
+    return [
+        f"share_prefix: {distinct:.0f} prompts stand once for {rows} responses, leaving {left:.0%} of a minibatch's tokens to "
+        "compute; the sums below count every response with its prompt"
+    ]
 
 
 def _shown(size: int, unit: str) -> str:

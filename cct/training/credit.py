@@ -175,7 +175,7 @@ class Estimator:
         if plan is None:
             size = self.recipe.training.minibatch_size
             cuts = [len(part) for part in torch.arange(len(rollout.mask)).split(size)]
-            plan = forward_plans([(rollout, cuts)], self.recipe.training, ranks.world)[0]
+            plan = forward_plans([(rollout, cuts)], self.recipe.training, ranks.world, self.agent.share)[0]
         width, readings, reference = rollout.mask.shape[1], [], []
         for rows, _ in map(or_any, plan[ranks.rank]):
             columns, narrow = trimmed(rollout, rows)

@@ -87,7 +87,7 @@ class Loop(Updates):
 
         # What the policy and the critic make of it.
         past = [(data, data.cuts.tolist()) for data in self.past]
-        plan, *plans = forward_plans([(rollout, cuts), *past], training, ranks.world)
+        plan, *plans = forward_plans([(rollout, cuts), *past], training, ranks.world, self.agent.share)
         if estimator.reads:
             clock.begin("behaviour")
         rollout, traces = estimator.read(rollout, iteration, plan)
