@@ -220,7 +220,7 @@ CURVES = {
     "eval/accuracy": Curve("Held-out accuracy, greedy", "share correct", range=(0.0, 1.0)),
     "train/reward": Curve("Reward of sampled responses", "reward"),
     "critic/explained_variance": Curve("Explained variance of the Monte-Carlo return", "at most 1", zero=True),
-    "baseline/explained_variance": Curve("Explained variance, by the critic with the group's say", "at most 1", zero=True),
+    "baseline/explained_variance": Curve("Explained variance, by the critic combined with the group", "at most 1", zero=True),
     "policy/approx_kl": Curve("KL from sampling to new policy", "nats", least_span=1e-4),
     "policy/clip_fraction": Curve("Tokens where the clip took effect", "share", least_span=0.01),
     "gate/mean": Curve("Gate: mean discount per token", "discount"),

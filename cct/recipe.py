@@ -262,8 +262,8 @@ class Recipe(Knobs):
         if written is None or "#" in (written or self.alphabet):
             return []
         return [
-            f"evidence.{index}: 'exact_match' looks for the answer behind a '#' unless its pattern says otherwise, and policy "
-            f"'{self.policy.use}' has no such character, so that no response can be right; set evidence.{index}.pattern"
+            f"evidence.{index}: by default 'exact_match' looks for the answer after a '#', but the alphabet of policy "
+            f"'{self.policy.use}' has no '#', so no response can be right; set evidence.{index}.pattern"
             for index, part in enumerate(self.evidence)
             if part.use == "exact_match" and part.model_dump()["pattern"] == part.default_of("pattern")
         ]

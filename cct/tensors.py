@@ -78,5 +78,5 @@ def _agree(given: dict[str, Any], leading: str) -> None:
         expected = shape[:1] if name in PER_RESPONSE else shape
         if value.shape != expected:
             raise ValueError(
-                f"{name} must have shape {tuple(expected)} beside {leading} {tuple(shape)}; got {tuple(value.shape)}"
+                f"{name} must have shape {tuple(expected)} to match {leading} {tuple(shape)}; got {tuple(value.shape)}"
             )

@@ -129,7 +129,9 @@ def test_check_warns_where_no_response_could_be_right(capsys, tmp_path):
     task = f"task={{use: jsonl, path: {tmp_path}/train.jsonl, held_out_path: {tmp_path}/test.jsonl}}"
     argv = ["check", str(GRPO), "--set", task, "--set", "policy.warm_start="]
     code, _, errors = leaves(argv, capsys)
-    assert code == 0 and errors.startswith(f"warning: {GRPO}: evidence.0: 'exact_match' looks for the answer behind a '#'")
+    assert code == 0 and errors.startswith(
+        f"warning: {GRPO}: evidence.0: by default 'exact_match' looks for the answer after a '#'"
+    )
     for remedy in (r"evidence.0.pattern=(\S+)$", "policy.alphabet=0123+=#"):
         assert leaves([*argv, "--set", remedy], capsys)[::2] == (0, "")
 

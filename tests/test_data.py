@@ -116,7 +116,7 @@ def test_byte_order_marks_carriage_returns_and_gzip_are_read(tmp_path):
         (b"", "holds no problem"),
         (gzip.compress(b"{}" * 99, mtime=0)[:20], "cannot be read"),
         (b'{"prompt": "\xff", "answer": "1"}', "not UTF-8"),
-        (b'{"prompt": "a", "answer": "1", "answer": "2"}', "train.jsonl:1: not JSON .the key 'answer' stands twice"),
+        (b'{"prompt": "a", "answer": "1", "answer": "2"}', "train.jsonl:1: not JSON .the key 'answer' occurs twice"),
         (b"[" * 100_000, "train.jsonl:1: not JSON"),
         (b'{"prompt": "a", "answer": ' + b"1" * 5000 + b"}", "train.jsonl:1: not JSON"),
     ],

@@ -313,8 +313,8 @@ def test_a_step_takes_each_episode_once():
     "action, says",
     [
         ("not a step", "step returned a value of type dict; expected a cct.environment.Step"),
-        ("no observation", "the observation None though the episode goes on"),
-        ("no messages", "the observation [] though the episode goes on"),
+        ("no observation", "the observation None but the episode is not over"),
+        ("no messages", "the observation [] but the episode is not over"),
         ("number", "the observation a value of type int; expected text, or messages"),
         ("no role", "message 1 of the observation has no role; its keys are 'content'"),
         ("no mapping", "message 1 of the observation is a value of type str"),
@@ -847,7 +847,7 @@ def test_a_prompt_without_text_is_left_to_the_environment(gym):
         ("Rewrites", "init changed the messages of the prompt"),
         ("Alone", "init returned a value of type list; expected (messages, info)"),
         ("Bare", "step returned the keys 'observations'; expected a mapping with observations, reward and done"),
-        ("Silent", "the observation [] though the episode goes on"),
+        ("Silent", "the observation [] but the episode is not over"),
     ],
 )
 def test_what_a_gym_does_wrong_is_said(gym, name, says):

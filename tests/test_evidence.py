@@ -228,7 +228,7 @@ def test_partial_credit_is_a_choice():
 
 
 def test_reasoning_gym_scores_no_other_tasks_problems():
-    with pytest.raises(ValueError, match="task reasoning_gym only"):
+    with pytest.raises(ValueError, match="only problems of the task reasoning_gym"):
         ReasoningGymScore()(Prompt("1+1=", "2", {"level": 1}), said("2"))
 
 
@@ -345,7 +345,7 @@ def test_a_chat_template_joins_the_turns(classifier, tmp_path):
 def test_a_reward_model_that_is_not_there(classifier, tmp_path):
     with pytest.raises(ValueError, match=r"config\.json"):
         RewardModel(path=str(tmp_path)).ready()
-    with pytest.raises(ValueError, match="2 outputs; label 2"):
+    with pytest.raises(ValueError, match="2 outputs; there is no label 2"):
         RewardModel(path=str(classifier), label=2)(Prompt("a"), said("b"))
     RewardModel(path=str(classifier)).ready()
 

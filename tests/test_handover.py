@@ -271,7 +271,7 @@ class Harmful(PPOClip):
         ("data", "geometry 'ppo_clip' changed advantages in place in iteration 1; it must work on a copy"),
         ("logprobs", "geometry 'ppo_clip' changed logprobs in place in iteration 1; it must work on a copy"),
         ("complex", "geometry 'ppo_clip' returned a tensor of torch.complex64"),
-        ("gradient", "geometry 'ppo_clip' returned a loss without a gradient in iteration 1; it must be made of `logprobs`"),
+        ("gradient", "geometry 'ppo_clip' returned a loss without a gradient in iteration 1; compute it from `logprobs`"),
         ("metric", "NaN or infinity from geometry 'ppo_clip' (metric 'mine') in iteration 1"),
     ],
 )

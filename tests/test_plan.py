@@ -221,7 +221,7 @@ def test_vllm_takes_its_share_and_frees_it_where_it_sleeps():
         assert ("engine weights" in found.phases["policy pass"]) != sleep
         assert any("room for" in note for note in found.notes)
     little = engines["vllm"](max_new_tokens=48, max_length=64, memory_fraction=0.0009)
-    assert "0.00 GB are left for vLLM's KV cache" in plan(recipe.model_copy(update={"generation": little}), GB).problems[0]
+    assert "leave 0.00 GB for its KV cache" in plan(recipe.model_copy(update={"generation": little}), GB).problems[0]
 
 
 def test_auto_is_transformers_on_a_cpu_and_vllm_on_a_gpu():
@@ -259,7 +259,7 @@ def test_a_folder_with_a_configuration_alone_is_enough(capsys, tmp_path, config,
     assert main([*argv, "24GB"]) == 1
     output = capsys.readouterr().out
     assert re.search(r"^peak: \d+\.\d of 24 GB: does not fit$", output, re.M)
-    assert "what helps: " in output or "are left for vLLM's KV cache" in output
+    assert "to reduce it: " in output or "GB for its KV cache" in output
 
 
 def test_without_a_tokenizer_prompts_are_guessed_from_their_characters(tmp_path):

@@ -174,9 +174,9 @@ def test_bad_bases(tmp_path, text, says):
         ("? [a]\n: b\n", ["line 1", "not YAML"]),
         (b"name: a\0b\n", ["not YAML"]),
         (b"\xff\xfe\x00\x01", ["cannot be read"]),
-        ("name: a\nseed: 1\nname: b\n", ["line 3", "'name' stands twice"]),
-        ("name: a\ntraining:\n  epochs: 1\n  epochs: 2\n", ["line 4", "'training.epochs' stands twice"]),
-        ("evidence:\n- use: a\n  use: b\n", ["line 3", "'evidence.0.use' stands twice"]),
+        ("name: a\nseed: 1\nname: b\n", ["line 3", "'name' occurs twice"]),
+        ("name: a\ntraining:\n  epochs: 1\n  epochs: 2\n", ["line 4", "'training.epochs' occurs twice"]),
+        ("evidence:\n- use: a\n  use: b\n", ["line 3", "'evidence.0.use' occurs twice"]),
         ("name: a\nseed: 2024-13-45\n", ["line 2"]),  # YAML takes it for a date
         ("name: a\nseed: !!int x\n", ["line 2"]),
         ("name: a\ntask: &a {x: *a}\n", ["line 2"]),  # holds itself
@@ -265,7 +265,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         ("logging: {logger: wandb}", "logging.logger", ["'csv' or 'tensorboard'", "found 'wandb'"]),
         # knobs that do not go together
         ("transport: {gate: {low: 1.0, high: 0.5}}", "transport.gate", ["low (1.0) must not exceed high (0.5)", "sign: -1"]),
-        ("transport: {gate: constant}", "transport.gate", ["gamma", "give exactly one"]),
+        ("transport: {gate: constant}", "transport.gate", ["gamma", "set exactly one"]),
         (
             "training: {minibatch_size: 100}",
             "training",

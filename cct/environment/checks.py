@@ -36,7 +36,7 @@ def checked(found: Any, environment: Environment, total: float = 0.0) -> Step | 
         over, observation = done or truncated, None
         if not over and (found.observation is None or _is_empty_list(found.observation)):
             raise Unusable(
-                f"step returned the observation {found.observation!r} though the episode goes on; expected text or messages, "
+                f"step returned the observation {found.observation!r} but the episode is not over; expected text or messages, "
                 "or done=True"
             )
         if not over:

@@ -28,7 +28,7 @@ class ReasoningGymScore(Evidence):
 
     def unreadable(self, prompt: Prompt) -> str | None:
         known = {"dataset", "config", "entry"} <= prompt.meta.keys()
-        return None if known else "it scores problems of the task reasoning_gym only; this prompt is none"
+        return None if known else "it scores only problems of the task reasoning_gym; this prompt is not one"
 
     def __call__(self, prompt: Prompt, response: Response) -> float:
         if reason := self.unreadable(prompt):

@@ -64,7 +64,7 @@ class RewardModel(Evidence):
         except OSError as error:
             raise ValueError(f"cannot load '{self.path}': {str(error).splitlines()[0]}") from error
         if self.label >= model.config.num_labels:
-            raise ValueError(f"'{self.path}' has {model.config.num_labels} outputs; label {self.label} is none of them")
+            raise ValueError(f"'{self.path}' has {model.config.num_labels} outputs; there is no label {self.label}")
         if self.join == "chat" and not tokenizer.chat_template:
             raise ValueError(f"the tokenizer of '{self.path}' has no chat template; set join: plain")
         if tokenizer.pad_token_id is None:

@@ -63,9 +63,9 @@ class Geometry(Component):
         if self.correction == "none":
             idle |= dict.fromkeys(("correction_level", "correction_bound"), "correction is none")
         if not self.kl_coef:
-            idle["kl_gradient"] = "kl_coef is 0, so that there is no KL in the loss"
+            idle["kl_gradient"] = "kl_coef is 0, so there is no KL in the loss"
             if not self.kl_in_reward:
-                idle["kl_estimator"] = "kl_coef and kl_in_reward are 0, so that there is no KL"
+                idle["kl_estimator"] = "kl_coef and kl_in_reward are 0, so there is no KL"
         return idle
 
     @property

@@ -77,7 +77,9 @@ class Forward:
     def distribution(self) -> Tensor:
         """[B, T, V], the log-probabilities that token t was drawn from. Raises ValueError where no statistic reads them."""
         if self.all_logprobs is None:
-            raise ValueError("the distribution was not kept: a statistic that uses it says reads = frozenset({'distribution'})")
+            raise ValueError(
+                "the distribution was not kept: a statistic that uses it must set reads = frozenset({'distribution'})"
+            )
         return self.all_logprobs
 
     def emitting(self, x: Tensor) -> Tensor:

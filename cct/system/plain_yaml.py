@@ -146,7 +146,7 @@ class _Sizes:
             return self.known[id(node)]
         line = node.start_mark.line + 1
         if id(node) in self.open:
-            raise Unreadable(f"{'.'.join(map(str, keys))} holds itself", line)
+            raise Unreadable(f"{'.'.join(map(str, keys))} contains itself", line)
         self.open.add(id(node))
         values, levels = 1, 0
         children: list[tuple[str | int, yaml.Node]] = []
@@ -197,7 +197,7 @@ def _pairs(node: yaml.MappingNode, keys: Key) -> dict[str, tuple[yaml.Node, yaml
         name = _key(key)
         if name in own:
             where = ".".join(map(str, (*keys, name)))
-            raise Unreadable(f"the key '{where[:200]}' stands twice", key.start_mark.line + 1)
+            raise Unreadable(f"the key '{where[:200]}' occurs twice", key.start_mark.line + 1)
         own[name] = key, value
         if key.tag != f"{_TAG}merge":
             continue

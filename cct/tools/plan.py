@@ -239,13 +239,15 @@ def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, proble
     room = asked or (CPU_CACHE if gpu is None else int(shares * gpu) - weights)
     if room < sequence:
         plan.problems.append(
-            f"generation: {room / GB:.2f} GB are left for vLLM's KV cache beside its weights ({weights / GB:.2f} GB), and one "
+            f"generation: vLLM's weights ({weights / GB:.2f} GB) leave {room / GB:.2f} GB for its KV cache, but one "
             f"sequence of {length} tokens takes {sequence / GB:.2f} GB; raise memory_fraction ({shares}), kv_cache_gb or "
             "tensor_parallel"
         )
         return {"engine weights": weights, "engine KV cache": max(0, room)}
     wanted = min(knobs.batch_size, plan.responses * knobs.tensor_parallel // plan.processes)
-    plan.notes.append(f"vLLM has room for {room // sequence} sequences of {length} tokens at once; {wanted} are asked for")
+    plan.notes.append(
+        f"vLLM has room for {room // sequence} sequences of {length} tokens at once; the recipe asks for {wanted}"
+    )
     return {"engine weights": weights, "engine KV cache": room}
 
 
@@ -358,7 +360,7 @@ def gpu_memory(name: str) -> int:
 
 
 def print_plan(recipe: Recipe, gpu: str | None) -> int:
-    """Print the plan. Returns 0 where it fits the GPU or none is named, 1 where it does not."""
+    """Print the plan. Returns 0 if it fits the GPU or none is named, otherwise 1."""
     from rich.table import Table
 
     from cct.system.terminal import make_console, say
@@ -388,7 +390,7 @@ def print_plan(recipe: Recipe, gpu: str | None) -> int:
     table.add_row("sum", *(_shown(sum(parts.values()), unit) for parts in found.phases.values()), style="bold")
     make_console(width=128).print(table)
     if memory is None:
-        say(f"peak: {found.peak / GB:.2f} GB of resident memory in each process, what torch and the rest take included")
+        say(f"peak: {found.peak / GB:.2f} GB of resident memory in each process, including torch and other imports")
         return 0
     for problem in found.problems:
         say(problem)
@@ -406,7 +408,7 @@ def _shown(size: int, unit: str) -> str:
 
 
 def _advice(recipe: Recipe, found: Plan) -> str:
-    """What to lower, by the largest part of the phase that needs most."""
+    """What to reduce, by the largest part of the largest phase."""
     phase, parts = max(found.phases.items(), key=lambda item: sum(item[1].values()))
     part = max(parts, key=lambda name: parts[name])
     remedy = {
@@ -421,4 +423,4 @@ def _advice(recipe: Recipe, found: Plan) -> str:
         "engine KV cache": "generation.memory_fraction",
         "KV cache": "generation.batch_size",
     }.get(part, "a smaller model")
-    return f"most of it is {part} ({parts[part] / GB:.1f} GB, {phase}); what helps: {remedy}"
+    return f"the largest part is {part} ({parts[part] / GB:.1f} GB, {phase}); to reduce it: {remedy}"

@@ -195,7 +195,7 @@ class Updates(LightningModule):
                 )
         if reading.logprobs.requires_grad and not per_token.requires_grad:
             raise TrainingStopped(
-                f"{geometry} returned a loss without a gradient in iteration {self.iteration}; it must be made of `logprobs`"
+                f"{geometry} returned a loss without a gradient in iteration {self.iteration}; compute it from `logprobs`"
             )
         if batch.with_entropy:
             metrics["entropy"] = reading.entropy.masked_fill(~batch.mask, 0.0)

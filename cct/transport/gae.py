@@ -52,7 +52,7 @@ class CriticTrace(TokenCredit):
     def waives(self) -> dict[str, str]:
         found = {} if self.gap == "carry" else {"gap": f"gap: {self.gap} lets masked tokens count"}
         if self.gap == "decay":
-            found |= {"observation": "gap: decay counts masked tokens", "targets": "gap: decay takes the value in a gap for 0"}
+            found |= {"observation": "gap: decay counts masked tokens", "targets": "gap: decay sets values in a gap to 0"}
         return found
 
     def _gae(

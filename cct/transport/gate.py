@@ -27,7 +27,7 @@ class ConstantGate(Gate):
     @model_validator(mode="after")
     def _one_rate(self) -> ConstantGate:
         if (self.gamma is None) == (self.of is None):
-            raise ValueError("a constant gate takes its rate either from gamma or from the gate `of`: give exactly one")
+            raise ValueError("a constant gate has its rate either from gamma or from the gate `of`: set exactly one")
         return self
 
     @property
@@ -174,7 +174,7 @@ class PositionGate(_Control):
 class SwapGate(_Control):
     """Control: another response's gates, stretched to this one's length."""
 
-    breaks = {"order": "it takes the next row's gates"}
+    breaks = {"order": "it uses the next row's gates"}
 
     def __call__(self, rollout: Rollout) -> Tensor:
         from .functional import swap_between

@@ -221,8 +221,8 @@ class GRPOPassAtK(CriticFree):
     @property
     def unread(self) -> dict[str, str]:
         if self.credit == "subsets":
-            return dict.fromkeys(("std", "eps", "ddof"), "credit: subsets has a deviation of its own, that of the best of k")
-        return {"k": "credit: lead takes the whole group"} | of_a_deviation(self.std)
+            return dict.fromkeys(("std", "eps", "ddof"), "credit: subsets divides by the deviation of the best of k")
+        return {"k": "credit: lead uses the whole group"} | of_a_deviation(self.std)
 
     @property
     def grain(self) -> Literal["token", "sequence"]:

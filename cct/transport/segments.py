@@ -35,7 +35,7 @@ class _Branching(Transport):
         """Where segments start, and the values there."""
         if rollout.starts is None or rollout.branch_values is None:
             raise ValueError(
-                "this transport needs continuations sampled from its segments (rollout.branch_values); there are none"
+                "this transport needs continuations sampled from its segments (rollout.branch_values), which are missing"
             )
         return rollout.starts, rollout.branch_values
 
@@ -97,7 +97,7 @@ class SPO(_Branching):
     def _logprobs(self, rollout: Rollout) -> Tensor:
         """The engine's, which alone are known before continuations are sampled."""
         if rollout.rollout_logprobs is None:
-            raise ValueError("spo cuts by the engine's log-probabilities (rollout.rollout_logprobs), and there are none")
+            raise ValueError("spo needs the engine's log-probabilities (rollout.rollout_logprobs), which are missing")
         return rollout.rollout_logprobs
 
     def starts(self, rollout: Rollout, text_of: Callable[[int], str]) -> Tensor:

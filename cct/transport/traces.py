@@ -35,7 +35,7 @@ class MonteCarlo(_Discounted):
 
     @property
     def waives(self) -> dict[str, str]:
-        return super().waives | {"bootstrap": "a Monte-Carlo return ends where the response was cut"}
+        return super().waives | {"bootstrap": "a Monte-Carlo return ends where the response is truncated"}
 
     def __call__(self, rollout: Rollout) -> Credit:
         from .functional import gated_gae
@@ -99,7 +99,7 @@ class _OffPolicy(_Discounted):
     @staticmethod
     def _log_ratio(rollout: Rollout) -> Tensor:
         if rollout.rollout_logprobs is None:
-            raise ValueError("this trace needs the engine's log-probabilities (rollout.rollout_logprobs), and there are none")
+            raise ValueError("this trace needs the engine's log-probabilities (rollout.rollout_logprobs), which are missing")
         from cct.tensors import at_least_float32
 
         return at_least_float32(rollout.logprobs.detach()) - rollout.rollout_logprobs

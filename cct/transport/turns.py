@@ -118,9 +118,9 @@ class TurnReturn(Transport):
         found = {"gap": "a gap ends a turn"}
         if self.baseline == "turn":
             found["equal"] = "turns are compared by their own rewards, which differ where episodes have equal sums"
-            found["outcome"] = "an episode that alone has a turn of some number gets nothing for it"
+            found["outcome"] = "a turn gets 0 if no other episode of the group has a turn of that number"
         elif self.gamma < 1:
-            found["equal"] = "returns are discounted per turn, and differ where equal sums come after more turns"
+            found["equal"] = "returns are discounted per turn, so equal sums differ after different numbers of turns"
         return found
 
     def __call__(self, rollout: Rollout) -> Credit:
@@ -154,7 +154,7 @@ class GiGPO(Transport):
     def waives(self) -> dict[str, str]:
         return {
             "gap": "a gap ends a turn",
-            "equal": "turns from one state are compared by the discounted return after them, where equals may differ",
+            "equal": "turns from one state are compared by discounted returns, which may differ for equal sums",
         }
 
     @property
@@ -165,7 +165,7 @@ class GiGPO(Transport):
         from .functional import gigpo_advantage
 
         if rollout.anchors is None:
-            raise ValueError("gigpo compares turns that began in the same state, and rollout.anchors does not say in which")
+            raise ValueError("gigpo compares turns that begin in the same state, but rollout.anchors is missing")
         return Credit(
             gigpo_advantage(
                 rollout.rewards,

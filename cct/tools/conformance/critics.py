@@ -349,7 +349,7 @@ CRITIC = [
         "length",
         "1 to 16,384 tokens in O(B*T) memory",
         lambda critic, case: None,
-        excused=lambda critic: "the actor's padding mask alone is [S, S]; `cct plan` says what a length costs",
+        excused=lambda critic: "the actor's padding mask alone is [S, S]; `cct plan` shows the cost of a length",
     ),
 ]
 

@@ -191,7 +191,7 @@ def expert(environment: Environment, case: Turns) -> None:
     observed = [shown.start, *(seen for _, seen in shown.turns if seen is not None)]
     strange = {*"".join(texts), *"".join(seen for seen in observed if isinstance(seen, str))} - {*environment.alphabet}
     if environment.alphabet and strange:
-        raise Broken(f"its demonstration holds {sorted(strange)!r}, which its alphabet does not")
+        raise Broken(f"its demonstration contains {sorted(strange)!r}, which its alphabet lacks")
     again = played(environment, prompt, case.seed, texts)
     if len(again) != len(texts) + 1 or (len(texts) < environment.max_turns and not _over(again[-1])):
         raise Broken(f"its demonstration of {len(texts)} turns does not end where the episode does")

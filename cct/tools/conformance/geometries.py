@@ -358,7 +358,7 @@ GEOMETRY = [
         "packed",
         "several responses in one row get the same loss and gradient",
         packed,
-        claimed="where a response has one ratio, its tokens must stand in a row of their own; the trainer gives each its row",
+        claimed="if a response has one ratio, it needs a row of its own; the trainer gives each response its own row",
     ),
     Property(
         "gradient",

@@ -85,11 +85,12 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
         write_text(output, json.dumps(found, indent=1) + "\n")
     terminal.print(table(found))
     terminal.print(
-        "Explained variance: of the Monte-Carlo return, by the values that the transport read. The others: credit against "
-        f"Q(s, a) - V(s) by continuing responses before and after a {found[0]['at'][:-1]}. Rank correlation: Spearman's; "
-        "exact knowledge of the advantage would reach the ceiling. Same sign: where the advantage is surely not 0. Bias, "
-        "variance: of credit / scale around the advantage, in units of reward and its square; the scale makes credit the "
-        f"advantage plus a constant and noise. [{LEVEL:.0%} intervals, bootstrap over prompts]",
+        "Explained variance: of the Monte-Carlo return, by the values that the transport read. The other columns compare "
+        f"credit with Q(s, a) - V(s), measured by continuing responses before and after a {found[0]['at'][:-1]}. "
+        "Rank correlation: Spearman's; exact advantages would reach the ceiling. Same sign: where the advantage differs "
+        "significantly from 0. Bias, variance: of credit / scale around the advantage, in units of reward and its square; "
+        "credit / scale is modelled as the advantage plus a constant and noise. "
+        f"[{LEVEL:.0%} intervals, bootstrap over prompts]",
     )
     for one in found:
         truth, at = one["truth"], one["at"]
@@ -98,9 +99,9 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
             f"{one['source']}, iteration {one['iteration']}: {one['positions']} of the {one[f'undecided_{at}']:,} {at} (of "
             f"{one[f'trained_{at}']:,} in {one['responses']:,} {responses}) that were sampled with a probability below "
             f"{one['below']:g}, in responses to {one['prompts']} prompts; 2 x {one['continuations']} continuations each, "
-            f"{one['continuation_tokens']:,} tokens, {one['seconds']:.0f} s. The advantage is surely not 0 at "
-            f"{truth['surely_not_0']}; its variance is {truth['variance'] or math.nan:.2g}; halves of the truth correlate "
-            f"{_shown(truth['split_half'])}.",
+            f"{one['continuation_tokens']:,} tokens, {one['seconds']:.0f} s. The advantage differs significantly from 0 at "
+            f"{truth['surely_not_0']}; its variance is {truth['variance'] or math.nan:.2g}; the correlation of two halves of "
+            f"the measurement is {_shown(truth['split_half'])}.",
         )
     return 0
 

@@ -55,8 +55,8 @@ def _around(recipe: Recipe, written: str) -> Critic:
             raise RecipeError(*(f"--critic {written}: {_said(problem)}" for problem in error.errors())) from None
     if critic != taught and not (isinstance(critic, GroupCritic) and critic.of == taught):
         raise RecipeError(
-            f"--critic {written}: the run taught '{taught.use}' with knobs of its own, and no other critic. What can be looked "
-            f"at is {taught.use}, group_mean or group_level, without `of`"
+            f"--critic {written}: the run trained only '{taught.use}', with the recipe's knobs. These critics can be used: "
+            f"{taught.use}, group_mean and group_level, without `of`"
         )
     assert isinstance(critic, Critic)
     return critic

@@ -20,9 +20,9 @@ SCORES = {
 
 
 def fidelity_section(found: Sequence[tuple[str, dict[str, Any]]], *, named: bool) -> tuple[Section, Table]:
-    """Of (run, fidelity.json): how well each transport's credit agrees with the advantage found by branching.
+    """From pairs (run, fidelity.json): how well each transport's credit agrees with the advantage measured by branching.
 
-    named: rows of the plot say which run they are of.
+    named: rows of the plot name their run.
     """
     rows, intervals, notes = [], [], []
     for name, one in found:
@@ -39,15 +39,16 @@ def fidelity_section(found: Sequence[tuple[str, dict[str, Any]]], *, named: bool
         notes.append(
             f"{name}: after iteration {one['iteration']}, {one['positions']} of the {one[f'undecided_{at}']:,} {at} sampled "
             f"with a probability below {one['below']:g}, in responses to {one['prompts']} prompts; {one['continuations']} "
-            f"continuations before and after each. The advantage is surely not 0 (p below {truth['p_below']:g}) at "
-            f"{truth['surely_not_0']} of them; halves of the truth correlate {_shown(truth['split_half'])}."
+            f"continuations before and after each. The advantage differs significantly from 0 (p below {truth['p_below']:g}) "
+            f"at {truth['surely_not_0']} of them; the correlation of two halves of the measurement is "
+            f"{_shown(truth['split_half'])}."
         )
     table = Table(["run", "transport", "critic", "explained variance", *SCORES.values()], rows, texts=3)
     plot = forest(
         "Rank correlation of credit with the true advantage",
         intervals,
         x_label="Spearman's rank correlation, 95% interval over prompts",
-        note="Ceiling: what exact knowledge of the advantage would reach, because the truth is itself measured with noise.",
+        note="Ceiling: what exact advantages would reach; it is below 1 because the true advantage is measured with noise.",
     )
     told = "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
     return Section("Fidelity of credit", f'<div class="scroll">{plot}</div>{table.html()}{told}'), table

@@ -207,7 +207,7 @@ def _courses(results: Mapping[str, Any]) -> str:
         )
     if not charts:
         return ""
-    note = f"Bands: {results['level']:.0%} t interval at each evaluation by itself."
+    note = f"Bands: {results['level']:.0%} t interval at each evaluation separately."
     return f'<div class="charts">{"".join(charts)}</div><p class="note">{note}</p>'
 
 
@@ -251,7 +251,7 @@ def _grid(results: Mapping[str, Any], arms: Sequence[str], settings: Sequence[st
 def _counts(results: Mapping[str, Any]) -> Table:
     rows = [[row["arm"], f"{row['stable']} of {row['of']}", "", ""] for row in results["stability"]["counts"]]
     rows += [[f"{r['a']} against {r['b']}", "", _p(r["p"]), _p(r["p_holm"])] for r in results["stability"]["fisher"]]
-    return Table(["arm, or two of them", "stable", "Fisher's exact p", "p (Holm)"], rows)
+    return Table(["arm or pair of arms", "stable", "Fisher's exact p", "p (Holm)"], rows)
 
 
 def _fidelity(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

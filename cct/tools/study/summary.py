@@ -218,10 +218,10 @@ def _print_arms(study: Study, results: Mapping[str, Any], console: Console) -> N
     console.print(_table(f"{study.name}: mean over seeds {INTERVAL}", columns, rows))
     last, rule = study.final_evaluations, study.stable
     console.print(
-        f"seeds: runs that came to their end; final accuracy: mean of the last {last} evaluation{'s' if last > 1 else ''}; "
-        "area: mean of the learning curve by trapezoids; explained variance: of the Monte-Carlo return by what the transport "
-        f"read, mean over a run and seeds; stable: no failure, no NaN, no fall of over {rule.max_drop:g} below the best "
-        f"evaluation before, approx_kl at most {rule.max_kl:g}",
+        f"seeds: finished runs; final accuracy: mean of the last {last} evaluation{'s' if last > 1 else ''}; "
+        "area: mean of the learning curve by trapezoids; explained variance: of the Monte-Carlo return by the values that the "
+        f"transport read, mean over a run and seeds; stable: no failure, no NaN, no fall of over {rule.max_drop:g} below the "
+        f"best evaluation before, approx_kl at most {rule.max_kl:g}",
     )
 
 
