@@ -86,8 +86,8 @@ def print_fidelity(sources: Sequence[Path], written: Sequence[str], output: Path
     terminal.print(table(found))
     terminal.print(
         "Explained variance: of the Monte-Carlo return, by the values that the transport read. The other columns compare "
-        f"credit with Q(s, a) - V(s), measured by continuing responses before and after a {found[0]['at'][:-1]}. Rank "
-        "correlation: Spearman's; exact advantages would reach the ceiling. Same sign: where the advantage differs "
+        f"credit with Q(s, a) - V(s), measured by continuing responses before and after a {found[0]['at'][:-1]}. "
+        "Rank correlation: Spearman's; exact advantages would reach the ceiling. Same sign: where the advantage differs "
         "significantly from 0. Bias, variance: of credit / scale around the advantage, in units of reward and its square; "
         "credit / scale is modelled as the advantage plus a constant and noise. "
         f"[{LEVEL:.0%} intervals, bootstrap over prompts]",
