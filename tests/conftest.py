@@ -118,6 +118,7 @@ def make_rollout(rows: int = 6, width: int = 9, prompt: int = 4, *, seed: int = 
         anchors=torch.randint(0, 2, (rows, width), generator=generator),
         starts=draw(rows, width) < 0.3,
         branch_values=draw(rows, width),
+        exact_values=draw(rows, width),
         seed=seed,
     )
     return base.replace(**fields)

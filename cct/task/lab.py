@@ -126,7 +126,7 @@ class Parts(_Shared):
 
 @tasks.register("filler")
 class Filler(_Shared):
-    """`parts` with stretches of routine letters before the answers: does credit follow decisions or tokens?
+    """`parts` with stretches of routine letters before the answers: credit by decision against credit by token.
 
     `3+5c;2+7=` is answered `3+5cba=8;2+7=9`: a letter counts down to `a`.
     """
