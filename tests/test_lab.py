@@ -448,6 +448,7 @@ class Mine(Transport):
 '''
 
 
+@pytest.mark.slow
 def test_the_whole_laboratory_on_two_seeds(tmp_path, cache, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     written(tmp_path, MINE, "mine.py")
