@@ -439,7 +439,7 @@ ALSO = {
     "padding": {"split", "observation", "cut"},
     "order": {"cut"},
     "noise": {"gap", "garbage", "observation", "padding", "cut"},
-    "precision": {"extreme"},
+    "precision": {"extreme", "targets"},
     "learns": {"noise"},
 }
 

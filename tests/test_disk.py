@@ -387,7 +387,7 @@ def test_a_critic_does_not_go_on_with_other_bounds_of_the_reward(run):
 
 
 def test_a_run_is_not_resumed_to_fewer_iterations_than_are_done(run):
-    with pytest.raises(RecipeError, match=r"iteration 2 is done, and training\.iterations is 1; .*those of 1, 2"):
+    with pytest.raises(RecipeError, match=r"iteration 2 is done, and training\.iterations is 1; .*available: 1, 2"):
         resume(run, None, ["training.iterations=1"], console=console())
     shutil.rmtree(run / "policy")
     with pytest.raises(RecipeError, match="iteration 2 is done"):

@@ -64,7 +64,7 @@ def obedient(folder, turns, *sets, prompt="a", **knobs):
 # --- what goes wrong ------------------------------------------------------------------------------
 WRONG = {
     "fail": "RuntimeError: the game crashed",
-    "no observation": "though the episode goes on",
+    "no observation": "but the episode is not over",
     "not a step": "expected a cct.environment.Step",
     "surrogate": "no UTF-8 text can",
     "nan": "the reward as nan",

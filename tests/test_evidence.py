@@ -508,5 +508,5 @@ def test_bounds_of_the_shared_knobs(knobs):
 @pytest.mark.parametrize(("part", "extra"), [(MathVerify(), "math"), (ReasoningGymScore(), "reasoning-gym")])
 def test_a_missing_library_names_its_extra(part, extra, monkeypatch):
     monkeypatch.setitem(sys.modules, part.use, None)
-    with pytest.raises(ValueError, match=rf"{part.use} is not installed; pip install -e '\.\[{extra}\]'"):
+    with pytest.raises(ValueError, match=rf"{part.use} is not installed; install it with pip install -e '\.\[{extra}\]'"):
         part.ready()

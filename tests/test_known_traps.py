@@ -281,7 +281,7 @@ def test_a_reward_function_s_exception_ends_the_run_only_where_the_recipe_says_s
     assert judge([Raises(on_error="zero")], *where)[:2] == ([[0.0, 1.0], [0.0]], [True, True])
     _, keep, counts = judge([Raises(on_error="drop")], *where)
     assert keep == [True, False] and list(counts.values()) == [1]
-    with pytest.raises(TrainingStopped, match="KeyError.*judging 'odd'.*would go on"):
+    with pytest.raises(TrainingStopped, match="KeyError.*judging 'odd'.*would continue"):
         judge([Raises()], *where)
 
 

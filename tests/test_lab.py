@@ -322,7 +322,7 @@ def test_a_perfect_critic_is_the_oracles_values():
 
 def test_the_oracle_is_for_the_laboratory_alone(tmp_path):
     other = RECIPE.replace("use: parts, decisions: 2", "use: chain_arithmetic, steps: 2").replace("[lab]", "[exact_match]")
-    with pytest.raises(RecipeError, match="'exact' needs exact_values.*provided by task: chain, task: filler, task: parts"):
+    with pytest.raises(RecipeError, match="'exact' needs exact_values.*these parts do: task: chain, task: filler, task: parts"):
         load_recipe(written(tmp_path, other))
     assert load_recipe(written(tmp_path, RECIPE.replace("transport: exact", "transport: exact_critic"))).critic is None
 

@@ -317,7 +317,7 @@ def test_the_warm_start_learns_behind_the_chat_template(tmp_path):
     seen = []
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
     task = types.SimpleNamespace(demonstrations=lambda seed, start, count: [("1+2=", "3")])
-    _supervise(model, tokenizer, policy, task, policy.warm_start, 0, lambda *_: None)
+    _supervise(model, tokenizer, policy, task, None, policy.warm_start, 0, lambda *_: None)
     ids, labels = seen[0]["input_ids"][0], seen[0]["labels"][0]
     assert tokenizer.decode(ids) == USER + "3</s>"
     assert tokenizer.decode(ids[labels != -100]) == "3</s>" and torch.equal(ids[labels != -100], labels[labels != -100])

@@ -195,7 +195,7 @@ def test_a_file_of_another_version_is_said(finished, tmp_path, capsys):
 
 
 def test_a_page_is_html(finished, tmp_path):
-    with pytest.raises(ReportError, match=r"ends in \.html"):
+    with pytest.raises(ReportError, match=r"must end in \.html"):
         write_report([finished], tmp_path / "page.pdf")
 
 

@@ -114,7 +114,7 @@ def test_set_changes_a_study(tmp_path):
         ("arms: {gae: {transport: {use: gae, lamb: 1.0}}, grpo: {transport: grpo}}", "did you mean 'lam'"),
         ("arms: {gae: {}, grpo: {transport: grpo}}", "no use for a critic"),
         ("threads: 2\narms: {gae: {training: {threads: 1}}}\ncompare: []", "training.threads is 1"),
-        ("evaluate: {samples: 4, ks: [8]}", "pass@8 needs 8 samples"),
+        ("evaluate: {samples: 4, ks: [8]}", "pass@8 needs at least 8 samples"),
     ],
 )
 def test_a_study_that_cannot_be_is_refused_before_it_runs(tmp_path, changes, says):

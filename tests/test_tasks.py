@@ -582,5 +582,5 @@ def test_meaningless_reasoning_gym_knobs_are_refused(knobs, says):
 )
 def test_a_missing_library_names_its_extra(module, extra, knobs, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=rf"is not installed; pip install -e '\.\[{extra}\]'"):
+    with pytest.raises(ValueError, match=rf"is not installed; install it with pip install -e '\.\[{extra}\]'"):
         read_task(**knobs).held_out()

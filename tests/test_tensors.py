@@ -61,6 +61,7 @@ def arguments(name: str, mask: Tensor | None = None) -> dict[str, Any]:
     known |= dict(attention_mask=mask, target=draw(rows, width), atoms=torch.linspace(-1, 2, 7), bounds=(-0.5, 2.0))
     known |= dict(mean=0.4, std=0.2, low=0.2, high=0.9, slope=1.5, start=0.5, shape="linear", tokens=3.0, seed=7, cuts=2)
     known |= dict(gamma=0.9, lam=0.8, gamma_turn=0.8, lam_turn=0.7, threshold=0.7, share=0.4, beta=0.3, fraction=0.5, k=2)
+    known |= dict(credit=draw(8), truth=draw(8) - 0.6)
     known |= dict(decay=0.9, kind="recent", alpha=0.5, sigma=0.3, bound=1.5)
     special: dict[str, dict[str, Any]] = {
         "group_mean": {"x": known["scores"]},
@@ -144,7 +145,7 @@ def test_a_shape_that_disagrees_with_the_mask_is_a_value_error_that_names_both(n
     if sum(isinstance(value, Tensor) for value in given.values()) < 2:
         return  # there is nothing to disagree with
     for wrong in (given[first][:-1], given[first].unsqueeze(0), given[first][..., :0]):
-        with pytest.raises(ValueError, match=r"must have shape \(.*\) beside " + first + r" \(.*\); got \("):
+        with pytest.raises(ValueError, match=r"must have shape \(.*\) to match " + first + r" \(.*\); got \("):
             called(name, {**given, first: wrong})
 
 

@@ -29,9 +29,9 @@ def masked_mean_std(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 @operator
 def varies(x: Tensor, mask: Tensor, std: Tensor) -> bool:
-    """Whether unmasked entries differ by more than rounding; NaN does."""
+    """Whether unmasked entries differ by more than the rounding of float32, in which rewards and values come; NaN does."""
     largest = x.masked_fill(~mask, 0.0).abs().amax() if x.numel() else x.new_zeros(())
-    return not bool(std <= ROUNDING * torch.finfo(x.dtype).eps * largest)
+    return not bool(std <= ROUNDING * torch.finfo(torch.float32).eps * largest)
 
 
 @torch.no_grad()
