@@ -1,6 +1,7 @@
 """Tool calls in a policy's turn, by the format that its chat template asks for. Pure functions of text.
 
 Formats, by the models that write them:
+
     hermes      <tool_call>{"name": ..., "arguments": {...}}</tool_call>                     Qwen2.5, Qwen3, SmolLM3, Hermes
     qwen3_coder <tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>     Qwen3-Coder
     llama3      {"name": ..., "parameters": {...}}, after <|python_tag|> or as the whole turn         Llama 3.1 to 3.3
