@@ -469,7 +469,7 @@ def test_a_folder_without_a_head_of_its_own_that_does_not_tie_it_is_refused(tmp_
     config = json.loads((tmp_path / "config.json").read_text())
     del config["tie_word_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"not whole: lm_head\.weight missing; .* tie_word_embeddings: true"):
+    with pytest.raises(ValueError, match=r"are incomplete: lm_head\.weight missing; .* tie_word_embeddings: true"):
         load(tmp_path)
 
 
