@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from . import concentration, growth, large, scan, step
+from . import concentration, growth, large, scan, sharing, step
 from .measure import Machine, Result, Table, spread
 
 Benchmarks = Mapping[str, tuple[Callable[[], Result], Callable[[], Result]]]
@@ -25,6 +25,7 @@ Benchmarks = Mapping[str, tuple[Callable[[], Result], Callable[[], Result]]]
 BENCHMARKS: Benchmarks = {
     "scan": (scan.run, lambda: scan.run(scan.QUICK, rounds=3)),
     "concentration": (concentration.run, lambda: concentration.run(concentration.QUICK, rounds=3)),
+    "sharing": (sharing.run, lambda: sharing.run(sharing.QUICK, rounds=1, width=64, layers=2)),
     "step": (step.run, lambda: step.run(step.QUICK, rounds=1)),
     "growth": (growth.run, lambda: growth.run(growth.QUICK)),
     "large": (large.run, lambda: large.run(large.QUICK)),

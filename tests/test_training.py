@@ -315,7 +315,8 @@ def test_sharing_prompts_changes_no_number_beyond_rounding(split, tmp_path):
         torch.testing.assert_close(a[index]["exp_avg"], b[index]["exp_avg"], rtol=1e-3, atol=1e-6)
     for event, other in zip(RunFolder(apart).metrics, RunFolder(shared).metrics, strict=True):
         for name in ("train/entropy", "advantage/std", "critic/explained_variance", "policy/loss", "eval/accuracy"):
-            assert event.get(name) == pytest.approx(other.get(name), rel=1e-3, abs=1e-5), name
+            assert (name in event) == (name in other), name
+            assert event.get(name, 0) == pytest.approx(other.get(name, 0), rel=1e-3, abs=1e-5), name
 
 
 def test_a_policy_that_cannot_share_prompts_is_refused_where_it_must(tmp_path):
