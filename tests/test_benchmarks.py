@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks import concentration, growth, large, scan, step
+from benchmarks import concentration, growth, large, scan, sharing, step
 from benchmarks.__main__ import BENCHMARKS, main, markdown, write
 from benchmarks.measure import Machine, Result, Table, Target, agree, extra_memory, in_turn, number, ratios, spread
 from cct.transport import gated_gae
@@ -103,6 +103,11 @@ def test_a_whole_step():
     names = [row[0] for row in result.tables[0].rows]
     assert names[: len(step.CCT)] == list(step.CCT) and (step.TRL in names) == (find_spec("trl") is not None)
     assert bool(result.notes) == (find_spec("trl") is None)
+
+
+def test_sharing():
+    (table,) = sharing.run(sharing.QUICK, rounds=1, width=64, layers=2).tables
+    assert len(table.rows) == 1 and 0.3 < float(table.rows[0][1]) < 1
 
 
 def test_large_models_at_a_small_size():
