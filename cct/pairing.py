@@ -55,7 +55,7 @@ def environment_is_read_right(recipe: Parts) -> Problems:
             continue
         place, named = f"evidence.{index}", environment.components
         if part.component is not None and part.component not in named:
-            yield f"{place}.component", f"environment '{environment.use}' {did_you_mean('reward', part.component, named)}"
+            yield f"{place}.component", f"environment '{environment.use}': {did_you_mean('reward', part.component, named)}"
         low, high = environment.bounds
         if part.component is None and not (part.low <= low and high <= part.high):
             yield (

@@ -11,6 +11,7 @@ token t, so it knows tokens before t only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 
 # One turn of a conversation: its role and its content; a tool's result also names the call it answers.
 Message = dict[str, str]
+
+
+def as_messages(text: str | Sequence[Message]) -> list[Message]:
+    """A text as a user's message; messages as they are."""
+    return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+
 
 # Whose ratio of trainer to engine counts at a token: its own, that of the tokens after it.
 RatioScope = frozenset[Literal["own", "later"]]

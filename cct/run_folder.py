@@ -230,7 +230,7 @@ class RunFolder:
         forget(self.path, *paths)
 
     def to_resume(self, recipe: Recipe | None = None, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
-        """The recipe that a run is gone on with, its own under `overrides` unless one is given, and what it changes.
+        """The recipe to resume the run with, and what it changes: `recipe`, or by default the run's own with `overrides`.
 
         Raises RecipeError where nothing is left to do, no checkpoint was taken, or the recipe is for other weights.
         """

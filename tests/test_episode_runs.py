@@ -240,6 +240,22 @@ def test_a_greedy_episode_goes_on_from_any_of_its_tokens_to_the_same_end(what, f
         assert other.spans == one.spans and other.response.tokens == tokens and other.response.turns == one.response.turns
 
 
+def test_an_episode_sampled_anew_keeps_its_beginning():
+    recipe = game()
+    agent, tokenizer, _ = build(recipe)
+    sampler = Sampler(recipe, agent.actor, tokenizer)
+    row = max(sampler.sample(1), key=lambda row: len(row.response.turns))
+    tokens, turns = row.response.tokens, row.response.turns
+    counts, anew = range(len(tokens)), list(range(100, 100 + len(tokens)))
+    past = [Past.of(row.response, count) for count in counts]
+    again = sampler.episodes.play([row.asked] * len(past), anew, [row.chance] * len(past), past)
+    assert any(one.response.tokens != tokens for one in again)
+    for count, one in zip(counts, again, strict=True):
+        assert one.response.tokens[:count] == tokens[:count]
+        whole = len(past[count].turns)
+        assert [turn.rewards for turn in one.response.turns[:whole]] == [turn.rewards for turn in turns[:whole]]
+
+
 def test_branches_of_episodes_have_values_of_their_continuations():
     recipe = game("transport={use: vineppo, separator: '1', samples: 2}")
     agent, tokenizer, _ = build(recipe)

@@ -444,3 +444,10 @@ def test_a_run_is_measured_at_its_turns(tmp_path, capsys):
 def test_turns_need_episodes(finished, capsys):
     assert main(["fidelity", str(finished), "--at", "turns", *POSITIONS]) == 2
     assert "--at turns needs episodes" in capsys.readouterr().err
+
+
+def test_turns_of_a_recipe_are_asked_for_before_its_warm_start(capsys, tmp_path):
+    recipe = tmp_path / "steps.yaml"  # of a warm start that would take days
+    recipe.write_text(f"base: {RECIPES}/grpo.yaml\npolicy: {{warm_start: {{steps: 100000000}}}}\n")
+    assert main(["fidelity", str(recipe), "--at", "turns", *POSITIONS]) == 2
+    assert "--at turns needs episodes" in capsys.readouterr().err

@@ -414,6 +414,11 @@ def test_what_cannot_be_on_the_board_is_said(operators, names, says):
         made(*operators, names=names)
 
 
+def test_a_critic_that_is_not_there_is_said_though_no_operator_reads_one():
+    with pytest.raises(RecipeError, match="no critic is called 'tacc'.*did you mean 'tac'"):
+        made(critics=["tacc"])
+
+
 def test_gates_and_critics_are_operators_too():
     _, arms, _ = made("entropy", "value_head")
     assert [(arm.name, arm.transport, arm.critic) for arm in arms[2:]] == [
@@ -477,7 +482,7 @@ def test_the_whole_laboratory_on_two_seeds(tmp_path, cache, monkeypatch, capsys)
 
 
 def test_the_phases_of_a_run_are_thirds_of_its_learning(tmp_path):
-    """Means over iterations 1-2, 3-4 and 5-6; the critic's warm-up, 0 and below, is none of them, but costs tokens."""
+    """Means over iterations 1-2, 3-4 and 5-6; the critic's warm-up, 0 and below, counts in none of them but costs tokens."""
     plain, arms, _ = made()
     from cct.system import plain_yaml
     from cct.tools.lab.board import BASE

@@ -213,6 +213,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         # unknown keys
         ("trainin: {epochs: 1}", "trainin", ["did you mean 'training'?", "there are: name, seed"]),
         ("training:\n  iteration: 1", "training.iteration", ["did you mean 'iterations'?", "there are: iterations, "]),
+        ("training: {share_prefix: maybe}", "training.share_prefix", ["'auto', True or False", "found 'maybe'"]),
         ("critic: {widht: 3}", "critic.widht", ["did you mean 'width'?", "depth"]),
         ("evidence: [{use: exact_match, regex: x}]", "evidence.0.regex", ["no key is called 'regex'", "pattern"]),
         ("policy: {warm_start: {step: 1}}", "policy.warm_start.step", ["did you mean 'steps'?"]),

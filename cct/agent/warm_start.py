@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from cct.environment import Environment, opened
 from cct.policy import WARM_START_SEED, Policy, WarmStart
 from cct.policy.attention import tappable
+from cct.policy.chat import Conversation
 from cct.policy.weights import save
 from cct.rollout import Prompt, derive_seed
 from cct.system.files import WriteError, damage, kept, remove, sweep, whole, writing
@@ -144,14 +145,13 @@ def _answered(policy: Policy, tokenizer, prompt: str, response: str) -> tuple[li
 def _played(policy: Policy, tokenizer, expert: Environment, prompt: Prompt, seed: int) -> tuple[list[int], list[int]]:
     """The same of an episode that an environment's expert plays: the labels are those of its turns."""
     shown = expert.demonstration(prompt, seed)
-    written = opened(prompt, shown.start).written
-    ids = policy.encode(tokenizer, written)
-    labels = [-100] * len(ids)
+    talk = Conversation(policy, tokenizer, opened(prompt, shown.start).written, expert.tool_schemas, rewrites=False)
+    ids, labels = list(talk.ids), [-100] * len(talk.ids)
     for action, observation in shown.turns:
         said = tokenizer(action, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        talk.say(said, ended=True)
         ids, labels = ids + said, labels + said
         if observation is not None:
-            between = tokenizer(policy.between(tokenizer, written, observation), add_special_tokens=False)["input_ids"]
-            between = between[1:] if between[:1] == said[-1:] else between
-            ids, labels = ids + between, labels + [-100] * len(between)
+            added = talk.observe(observation).ids
+            ids, labels = ids + added, labels + [-100] * len(added)
     return ids, labels

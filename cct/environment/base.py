@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
+from cct.evidence.base import can_end_workers
 from cct.registry import Component, Registry
+from cct.rollout import as_messages
 
 if TYPE_CHECKING:
     from cct.rollout import Message, Prompt
@@ -100,13 +102,7 @@ class Environment(Component):
     time_limit: float | None = Field(None, gt=0, le=86400)
     """Time limit of a step in seconds; a worker that exceeds it is ended and replaced. Null: no limit. Needs workers."""
 
-    @model_validator(mode="after")
-    def _has_someone_to_end(self) -> Environment:
-        if self.time_limit is not None and not self.workers:
-            raise ValueError(
-                "time_limit needs a worker process that can be ended: set workers to 1 or more, or time_limit: null"
-            )
-        return self
+    _has_someone_to_end = model_validator(mode="after")(can_end_workers)
 
     def open(self, prompt: Prompt, seed: int) -> Episode:
         """A new episode. seed: for its randomness; whatever all episodes of a prompt share must come from the prompt."""
@@ -196,8 +192,7 @@ def opened(prompt: Prompt, observation: Observation) -> Prompt:
         return replace(prompt, text=observation[-1]["content"], messages=tuple(observation))
     if isinstance(observation, str) and not prompt.messages:
         return replace(prompt, text=f"{prompt.text}{observation}")
-    asked, more = ([{"role": "user", "content": x}] if isinstance(x, str) else list(x) for x in (prompt.written, observation))
-    return replace(prompt, messages=(*asked, *more))
+    return replace(prompt, messages=(*as_messages(prompt.written), *as_messages(observation)))
 
 
 def started(found: Start | Observation) -> Start:

@@ -60,7 +60,7 @@ def narrowed(low: int, high: int, guess: int, hint: str) -> tuple[int, int]:
 
 
 def number_in(text: str, numbers: int) -> int | None:
-    """The number that an action is; None where it is none of 1..numbers."""
+    """The number that an action names; None unless it is one of 1..numbers."""
     found = int(text) if re.fullmatch(r"[0-9]{1,6}", text.strip()) else 0
     return found if 1 <= found <= numbers else None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, JsonValue, model_validator
 
+from cct.evidence.base import in_order
 from cct.registry import described, named_in_code
 
 from .base import Action, Environment, Episode, Start, Step, environments
@@ -35,11 +36,7 @@ class GymText(Environment):
     high: float = Field(1.0, ge=-1e6, le=1e6)
     """Highest total reward of an episode."""
 
-    @model_validator(mode="after")
-    def _bounded(self) -> GymText:
-        if self.low >= self.high:
-            raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g})")
-        return self
+    _bounded = model_validator(mode="after")(in_order)
 
     @property
     def bounds(self) -> tuple[float, float]:

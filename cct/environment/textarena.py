@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, model_validator
 
+from cct.evidence.base import in_order
 from cct.registry import RAISED, did_you_mean, error_text, optional
 
 from .base import Action, Environment, Episode, Start, Step, environments
@@ -39,11 +40,7 @@ class TextArena(Environment):
     workers: int = Field(1, ge=0, le=256)
     """Worker processes that play games. With 0, the trainer's process plays them, and a game that hangs blocks the run."""
 
-    @model_validator(mode="after")
-    def _bounded(self) -> TextArena:
-        if self.low >= self.high:
-            raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g})")
-        return self
+    _bounded = model_validator(mode="after")(in_order)
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -14,6 +14,8 @@ from cct.registry import RAISED, Component, Registry, error_text
 
 if TYPE_CHECKING:
     from cct.rollout import Prompt, Response
+
+P = TypeVar("P", bound=Component)
 
 TEXT = str | bytes | bytearray
 
@@ -75,6 +77,21 @@ def _shown(verdict: Any) -> str:
         return f"a value of type {type(verdict).__name__}"
 
 
+def can_end_workers(part: P) -> P:
+    """Of knobs with `workers` and `time_limit`: raises ValueError where no worker could be ended."""
+    if part.time_limit is not None and not part.workers:  # type: ignore[attr-defined]
+        raise ValueError("time_limit needs a worker process that can be ended: set workers to 1 or more, or time_limit: null")
+    return part
+
+
+def in_order(part: P) -> P:
+    """Of knobs `low` and `high`: raises ValueError where low is not below high."""
+    low, high = part.low, part.high  # type: ignore[attr-defined]
+    if low >= high:
+        raise ValueError(f"low ({low:g}) must be below high ({high:g})")
+    return part
+
+
 class Evidence(Component):
     """Judges one response: a score, or one reward per emitted token."""
 
@@ -87,13 +104,7 @@ class Evidence(Component):
     time_limit: float | None = Field(None, gt=0, le=86400)
     """Time limit for one response in seconds; a worker that exceeds it is ended and replaced. Null: no limit. Needs workers."""
 
-    @model_validator(mode="after")
-    def _has_someone_to_end(self) -> Evidence:
-        if self.time_limit is not None and not self.workers:
-            raise ValueError(
-                "time_limit needs a worker process that can be ended: set workers to 1 or more, or time_limit: null"
-            )
-        return self
+    _has_someone_to_end = model_validator(mode="after")(can_end_workers)
 
     def __call__(self, prompt: Prompt, response: Response) -> Verdict:
         """A score, counted at the last emitted token, or a sequence of len(response.tokens) rewards.

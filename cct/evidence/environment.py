@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from .base import Evidence, evidences
+from .base import Evidence, evidences, in_order
 
 
 @evidences.register("environment")
@@ -18,11 +18,7 @@ class FromEnvironment(Evidence):
     high: float = Field(1.0, ge=-1e6, le=1e6)
     """Highest total of an episode."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> FromEnvironment:
-        if self.low >= self.high:
-            raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g})")
-        return self
+    _ordered = model_validator(mode="after")(in_order)
 
     @property
     def needs(self) -> frozenset[str]:

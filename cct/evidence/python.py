@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from cct.registry import did_you_mean, run_file
 from cct.rollout import Prompt, Response
 
-from .base import Evidence, Verdict, evidences, plain
+from .base import Evidence, Verdict, evidences, in_order, plain
 
 
 @evidences.register("python")
@@ -36,11 +36,7 @@ class PythonFunction(Evidence):
 
     _iteration: int = PrivateAttr(0)
 
-    @model_validator(mode="after")
-    def _bounded(self) -> PythonFunction:
-        if self.low >= self.high:
-            raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g})")
-        return self
+    _bounded = model_validator(mode="after")(in_order)
 
     @cached_property
     def _function(self) -> Callable[..., Verdict]:

@@ -124,8 +124,11 @@ class Policy(Component):
             )
         return encode_prompt(tokenizer, text)
 
-    def written(self, tokenizer: PreTrainedTokenizerBase, talk: Sequence[Message], tools: Tools = ()) -> str | None:
-        """A conversation up to the policy's next turn, as the chat template writes it; None where none is used."""
+    def written(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message], tools: Tools = ()) -> str | None:
+        """A prompt, or a conversation up to the policy's next turn, as the chat template writes it; None where none is used.
+
+        Raises ValueError where the template refuses it.
+        """
         return None
 
     def between(

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
+from cct.rollout import as_messages
+
 from .base import Policy, Tools
-from .models import as_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from cct.registry import install
+from cct.rollout import as_messages
 
 from .base import Policy, Shape, Tools, policies
 from .folders import end_of_turn, json_object, must_be_a_model, must_be_plain, must_be_whole, stored_ends, token_list
@@ -231,7 +232,7 @@ class Pretrained(Policy):
             model.hf_quantizer = None  # its weights are unpacked, and would not be saved beside it
             del model.config.quantization_config
         self._end(model, tokenizer)
-        self._written(tokenizer, "?")  # a template that takes no system message says so now
+        self.written(tokenizer, "?")  # a template that takes no system message says so now
         return tappable(model), tokenizer
 
     def _end(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -264,7 +265,7 @@ class Pretrained(Policy):
         return self.response_prefix
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message], tools: Tools = ()) -> list[int]:
-        written = self._written(tokenizer, text, tools)
+        written = self.written(tokenizer, text, tools)
         if written is None:
             ids, written = super().encode(tokenizer, text), str(text)
         else:
@@ -274,9 +275,6 @@ class Pretrained(Policy):
             raise ValueError(f"policy.response_prefix: a prompt ends in {end!r}, not in {self.response_prefix!r}")
         return ids
 
-    def written(self, tokenizer: PreTrainedTokenizerBase, talk: Sequence[Message], tools: Tools = ()) -> str | None:
-        return self._written(tokenizer, talk, tools)
-
     def between(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -285,7 +283,7 @@ class Pretrained(Policy):
         tools: Tools = (),
     ) -> str:
         talk = [*as_messages(prompt), {"role": "assistant", "content": SPOKEN}, *as_messages(observation)]
-        written = self._written(tokenizer, talk, tools)
+        written = self.written(tokenizer, talk, tools)
         if written is None:
             return super().between(tokenizer, prompt, observation, tools)
         _, found, behind = written.rpartition(SPOKEN)
@@ -300,8 +298,7 @@ class Pretrained(Policy):
         """Whether prompts go through the chat template."""
         return self.chat != "never" and tokenizer.chat_template is not None
 
-    def _written(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message], tools: Tools = ()) -> str | None:
-        """A prompt as the chat template writes it; None where none is used. Raises ValueError where it refuses the prompt."""
+    def written(self, tokenizer: PreTrainedTokenizerBase, text: str | Sequence[Message], tools: Tools = ()) -> str | None:
         if not self._templated(tokenizer):
             return None
         messages = as_messages(text)
@@ -314,11 +311,6 @@ class Pretrained(Policy):
         except Exception as error:  # the template's own, of whatever kind
             said = messages[-1]["content"][:60]
             raise ValueError(f"policy: the chat template of '{self.path}' refuses the prompt {said!r}: {error}") from error
-
-
-def as_messages(text: str | Sequence[Message]) -> list[Message]:
-    """A text as a user's message; messages as they are."""
-    return [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
 
 
 def _in_package(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from cct.rollout import Prompt, Response
 
@@ -96,7 +97,7 @@ class Row:
             object.__setattr__(self, "tokens", self.response.tokens)
             object.__setattr__(self, "turns", (0,) * len(self.response.tokens))
 
-    @property
+    @cached_property
     def emitted(self) -> list[int]:
         """Places among its tokens of those that the policy emitted."""
         return [place for place, turn in enumerate(self.turns) if turn != OBSERVED]

@@ -53,8 +53,8 @@ class BiLevelGAE(TokenCredit):
 class TurnGAE(TokenCredit):
     """GAE from turn to turn: V at a turn's first token, the turn's advantage on each of its tokens (Turn-PPO, Li et al. 2025).
 
-    Source: arXiv 2512.17008, which clips per turn as well. Pitfall: within a turn nothing is told apart; whitened over tokens,
-    long turns weigh more.
+    Source: arXiv 2512.17008, which clips per turn as well. Pitfall: all tokens of a turn get the same credit; whitened over
+    tokens, long turns weigh more.
     """
 
     lam: float = Field(1.0, ge=0, le=1)

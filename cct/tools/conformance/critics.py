@@ -47,6 +47,18 @@ class Batch:
             seen[row, before - p : before + r] = 1
         return ids, seen, width
 
+    def altered(self) -> tuple[int, int, Callable[[Tensor], None]] | None:
+        """A row, a place t in its response, and a function that changes the row's tokens from t on; None if it has none."""
+        row = self.pick % len(self.responses)
+        if not self.responses[row]:
+            return None
+        t = self.pick % self.responses[row]
+
+        def change(tokens: Tensor) -> None:
+            tokens[row, t : self.responses[row]] = 15 - tokens[row, t : self.responses[row]]
+
+        return row, t, change
+
 
 def cases() -> Any:
     st = hypothesis().strategies
@@ -129,14 +141,9 @@ def form(critic: Critic, batch: Batch) -> None:
 
 
 def future(critic: Critic, batch: Batch) -> None:
-    row = batch.pick % len(batch.responses)
-    if not batch.responses[row]:
+    if (altered := batch.altered()) is None:
         return
-    t = batch.pick % batch.responses[row]
-
-    def change(tokens: Tensor) -> None:
-        tokens[row, t : batch.responses[row]] = 15 - tokens[row, t : batch.responses[row]]
-
+    row, t, change = altered
     before, after = _real(batch, values(critic, batch)), _real(batch, values(critic, batch, change=change))
     same(f"V[{row}, :{t + 1}]", before[row, : t + 1], after[row, : t + 1], "with other tokens from there on", ROUNDING)
     others = torch.arange(len(before)) != row

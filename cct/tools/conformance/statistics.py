@@ -55,14 +55,9 @@ def form(statistic: Statistic, batch: Batch) -> None:
 
 
 def known(statistic: Statistic, batch: Batch) -> None:
-    row = batch.pick % len(batch.responses)
-    if not batch.responses[row]:
+    if (altered := batch.altered()) is None:
         return
-    t = batch.pick % batch.responses[row]
-
-    def change(tokens: Tensor) -> None:
-        tokens[row, t : batch.responses[row]] = 15 - tokens[row, t : batch.responses[row]]
-
+    row, t, change = altered
     before, after = measured(statistic, batch), measured(statistic, batch, change=change)
     others = torch.arange(len(before)) != row
     same("it at other responses", before[others], after[others], "with other tokens in one response", ROUNDING)

@@ -232,22 +232,21 @@ Opened = tuple[Recipe, Agent, Tokenizer, dict[str, tuple[float, float]], int]  #
 
 def _opened(source: Path, iteration: int | None, at: At, trust: bool) -> Opened:
     """A run as it was after an iteration, or a recipe before its first update. Raises RecipeError where it has no turns."""
-    found = _restored(source, iteration, trust)
-    if at == "turns" and found[0].environment is None:
-        raise RecipeError(f"{source}: --at turns needs episodes, and the recipe has no environment; --at tokens does not")
-    return found
-
-
-def _restored(source: Path, iteration: int | None, trust: bool) -> Opened:
     if RunFolder(source).recipe_file.is_file():
-        return restore(source, iteration, trust=trust)
+        found = restore(source, iteration, trust=trust)
+        _must_have_turns(source, found[0], at)
+        return found
     if iteration is not None:
-        raise RecipeError(
-            f"{source}: a recipe has no checkpoints, so there is none of iteration {iteration}; name a run folder"
-        )
+        raise RecipeError(f"{source}: a recipe has no checkpoint of iteration {iteration}; name a run folder")
     recipe = load_recipe(source)
+    _must_have_turns(source, recipe, at)  # before a warm start, which takes minutes
     agent, tokenizer, _ = build(recipe)
     return recipe, agent, tokenizer, {}, 0
+
+
+def _must_have_turns(source: Path, recipe: Recipe, at: At) -> None:
+    if at == "turns" and recipe.environment is None:
+        raise RecipeError(f"{source}: --at turns needs episodes, and the recipe has no environment; --at tokens does not")
 
 
 def _logprob(row: Row, place: int, count: int) -> float:

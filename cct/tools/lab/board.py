@@ -23,6 +23,7 @@ from cct.transport import transports
 TASKS = [name for name in tasks.names() if issubclass(tasks[name], LabTask)]
 EVERY = "all"  # in place of an operator: each transport that comes with cct
 ORACLE = "exact"  # in place of a critic
+Critics = Sequence[Component | None]  # None: the oracle
 TAKEN = ("transport", "gate", "critic")  # axes of operators
 
 # Half a minute a run on one core; so few responses that noise in the credit is felt.
@@ -92,14 +93,15 @@ def board(
     training = common.data.get("training", {})
     critic = CRITIC | {key: training.pop(key) for key in CRITIC if key in training}  # of the arms that have one
     levels = {task: _level(task, common.data) for task in task_names}
+    their = [None if written.strip() == ORACLE else read_part("critic", written) for written in critics]
     arms = [Arm(FLOOR, {"transport": {"use": FLOOR}}), Arm(CEILING, {"transport": {"use": CEILING}})]
     left_out: list[str] = []
     for written in operators:
         if written == EVERY:
-            found, left_out = _every(critics, common)
+            found, left_out = _every(their, common)
             arms += found
         else:
-            arms += _arms(written, critics)
+            arms += _arms(written, their)
     arms = list({arm.name: arm for arm in arms}.values())
     for arm in arms:
         if "critic" in arm.layer:
@@ -129,7 +131,7 @@ def _level(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     return {"task": {"use": name}, "generation": {"max_new_tokens": task.longest_answer + 1}}
 
 
-def _arms(written: str, critics: Sequence[str]) -> list[Arm]:
+def _arms(written: str, critics: Critics) -> list[Arm]:
     """The arms of one operator: a transport, a gate (of `comp_gae`), or a critic (under `gae`)."""
     if written.lstrip().startswith("{"):
         axis, part, plugins = "transport", read_part("transport", written), list[str]()
@@ -149,17 +151,16 @@ def _arms(written: str, critics: Sequence[str]) -> list[Arm]:
     return _under(part, _slug(part), critics, more)
 
 
-def _under(transport: Component, name: str, critics: Sequence[str], more: dict[str, Any]) -> list[Arm]:
+def _under(transport: Component, name: str, critics: Critics, more: dict[str, Any]) -> list[Arm]:
     """One arm, or where the transport reads values one for each critic."""
     dumped = transport.model_dump(mode="json")
     if "values" not in transport.needs:
         return [Arm(name, more | {"transport": dumped})]
     found = []
-    for written in critics:
-        if written.strip() == ORACLE:
+    for critic in critics:
+        if critic is None:
             found.append(Arm(f"{name}.{ORACLE}", more | {"transport": {"use": "exact_critic", "of": dumped}}))
         else:
-            critic = read_part("critic", written)
             found.append(_arm(dumped, critic.model_dump(mode="json"), f"{name}.{_slug(critic)}", more))
     return found
 
@@ -168,7 +169,7 @@ def _arm(transport: dict[str, Any], critic: dict[str, Any], name: str, more: dic
     return Arm(name, more | {"transport": transport, "critic": critic})
 
 
-def _every(critics: Sequence[str], common: Source) -> tuple[list[Arm], list[str]]:
+def _every(critics: Critics, common: Source) -> tuple[list[Arm], list[str]]:
     """Arms of every transport of cct's, and those that do not fit the laboratory's recipe, each with the reason."""
     found, left_out = list[Arm](), list[str]()
     for name in transports.names():
