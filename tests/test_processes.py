@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import forks
 import pytest
@@ -110,15 +112,36 @@ def test_a_process_without_held_out_problems_does_not_hang(strategy, tmp_path):
     assert "eval/accuracy" in RunFolder(folder).metrics[-1]
 
 
+SHARED_VLLM = ["generation.use=vllm", "generation.kv_cache_gb=0.1", "generation.tensor_parallel=2", "policy.kv_heads=2"]
+
+
 @needs_vllm[0]
 @needs_vllm[1]
 def test_two_processes_share_one_vllm(tmp_path):
-    folder = two_processes(
-        tmp_path, "generation.use=vllm", "generation.kv_cache_gb=0.1", "generation.tensor_parallel=2", "policy.kv_heads=2"
-    )
+    folder = two_processes(tmp_path, *SHARED_VLLM)
     events = [e for e in RunFolder(folder).metrics if e["iteration"] > 0]
     assert len(events) == 2
     assert all(e["engine/probe_gap"] < 1e-5 and e["engine/logprob_gap_max"] < 1e-4 for e in events)
+
+
+@pytest.mark.slow
+@needs_vllm[0]
+@needs_vllm[1]
+def test_a_killed_run_does_not_keep_the_next_from_sharing_vllm(tmp_path):
+    """vLLM names the memory that processes share on a CPU alike in every run."""
+
+    def killed(*arguments):
+        command = [sys.executable, "-m", "cct.cli", *arguments]
+        run = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
+        while not (tmp_path / "killed/compo/001/metrics.jsonl").exists():
+            assert run.poll() is None
+            time.sleep(0.2)
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+
+    two_processes(tmp_path / "killed", *SHARED_VLLM, "training.iterations=1000", command=killed)
+    folder = two_processes(tmp_path, *SHARED_VLLM)
+    assert [e["iteration"] for e in RunFolder(folder).metrics] == [0, 1, 2]
 
 
 @pytest.mark.slow

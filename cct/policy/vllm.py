@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
+from glob import escape
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -120,6 +122,8 @@ class VLLMEngine(Engine):
                 )
         except Exception as error:
             raise EngineError(_explained(error)) from error
+        if several:
+            _release_shared_memory(torch.distributed.get_rank())
         torch.set_num_threads(threads)
         self.sharers = torch.distributed.new_subgroups(knobs.tensor_parallel)[0] if knobs.tensor_parallel > 1 else None
         self.sync()
@@ -241,6 +245,14 @@ class VLLMEngine(Engine):
         gc.collect()
 
 
+def _release_shared_memory(rank: int, folder: Path = Path("/dev/shm")) -> None:
+    """Take away the name of the memory that this rank shares on a CPU. All who share it have it open by now. vLLM gives it the
+    same name in every run, so the name that a killed run left would keep later ones from starting."""
+    name = os.environ.get("VLLM_DIST_IDENT", "").lstrip("/")
+    for file in folder.glob(f"{escape(name)}-*-cpushm_{rank}"):
+        file.unlink(missing_ok=True)
+
+
 def _explained(error: Exception) -> str:
     """What to do about a vLLM that does not start."""
     text = f"vLLM does not start: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -248,5 +260,10 @@ def _explained(error: Exception) -> str:
         text += (
             f"; cct is made for vLLM 0.32 with torch 2.13 and transformers 5.19, found torch {version('torch')} and "
             f"transformers {version('transformers')}: install cct and the extra into a fresh environment in one command"
+        )
+    if "SHMManager" in text:
+        text += (
+            "; another run on this machine is starting vLLM, or one was killed while it did: try again, and if no other run is "
+            "starting, remove /dev/shm/*cpushm* first"
         )
     return text
