@@ -1,7 +1,7 @@
 # Uses .venv where `make install` made one, and otherwise the Python that is on the path.
 PYTHON := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: install check test lint types docs run bench clean
+.PHONY: install check test lint types docs run bench gpu-check clean
 
 install:  ## a virtual environment in .venv, with what development needs
 	test -d .venv || python3 -m venv .venv
@@ -26,6 +26,9 @@ run:
 
 bench:  ## speed beside peers, into docs/performance.md; needs the extra .[bench]
 	$(PYTHON) -m benchmarks --write docs/performance.md
+
+gpu-check:  ## on a GPU, a few minutes: results held to the CPU's, speed, a whole run; needs no vLLM
+	$(PYTHON) -m benchmarks gpu scan concentration sharing large --json gpu-check.json --write docs/performance.md
 
 clean:  ## caches and build leftovers; runs/ and the warm starts in ~/.cache/cct stay
 	rm -rf build site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from . import concentration, growth, large, scan, sharing, step
+from . import concentration, gpu, growth, large, scan, sharing, step
 from .measure import Machine, Result, Table, spread
 
 Benchmarks = Mapping[str, tuple[Callable[[], Result], Callable[[], Result]]]
@@ -28,6 +28,7 @@ BENCHMARKS: Benchmarks = {
     "sharing": (sharing.run, lambda: sharing.run(sharing.QUICK, rounds=1, width=64, layers=2)),
     "step": (step.run, lambda: step.run(step.QUICK, rounds=1)),
     "growth": (growth.run, lambda: growth.run(growth.QUICK)),
+    "gpu": (gpu.run, lambda: gpu.run(gpu.QUICK)),
     "large": (large.run, lambda: large.run(large.QUICK)),
 }
 """By name: at full size, and at one that takes seconds."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks import concentration, growth, large, scan, sharing, step
+from benchmarks import concentration, gpu, growth, large, scan, sharing, step
 from benchmarks.__main__ import BENCHMARKS, main, markdown, write
 from benchmarks.measure import Machine, Result, Table, Target, agree, extra_memory, in_turn, number, ratios, spread
 from cct.transport import gated_gae
@@ -108,6 +108,20 @@ def test_a_whole_step():
 def test_sharing():
     (table,) = sharing.run(sharing.QUICK, rounds=1, width=64, layers=2).tables
     assert len(table.rows) == 1 and 0.3 < float(table.rows[0][1]) < 1
+
+
+def test_what_a_gpu_is_held_to_holds_the_cpu_too(monkeypatch, tmp_path):
+    monkeypatch.setenv("CCT_CACHE", str(tmp_path))
+    errors, run = gpu.run(gpu.QUICK).tables
+    assert {name for name, *_ in errors.rows} >= {"scan", "ppo_clip_loss", "shared prompts, gradient"}
+    assert all(0 <= float(error) <= float(bound) for _, error, bound in errors.rows)
+    assert len(run.rows) == 1
+
+
+def test_an_error_is_found():
+    one, two = torch.tensor([1.0, 100.0]), torch.tensor([1.5, 101.0])
+    assert gpu.error_of(two, one) == 0.5
+    assert gpu.error_of(torch.tensor([float("nan"), 1.0]), one) == gpu.error_of(one, torch.ones(3)) == float("inf")
 
 
 def test_large_models_at_a_small_size():
