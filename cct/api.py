@@ -70,7 +70,7 @@ def train(
     console = make_console(quiet=quiet)
     for warning in [*preflight(recipe), *recipe.warnings] if check else []:
         console.print(f"warning: {warning}", soft_wrap=True)
-    callbacks = _with_profile(callbacks, console) if profile else callbacks
+    callbacks = _with_observers(callbacks, console, profile)
     return Run(start(recipe, Path(runs), into=Path(into) if into else None, console=console, callbacks=callbacks))
 
 
@@ -92,7 +92,7 @@ def resume(
     from cct.training import run as training
 
     folder, console = _folder(run), make_console(quiet=quiet)
-    callbacks = _with_profile(callbacks, console) if profile else callbacks
+    callbacks = _with_observers(callbacks, console, profile)
     training.resume(folder, recipe, overrides, console=console, callbacks=callbacks)
     return Run(folder)
 
@@ -111,10 +111,12 @@ def evaluate(
     return evaluate_run(_folder(run), samples, ks, trust=trust_plugins)
 
 
-def _with_profile(callbacks: Sequence[Callback], console: Console) -> list[Callback]:
+def _with_observers(callbacks: Sequence[Callback], console: Console, profile: bool) -> list[Callback]:
     from cct.tools.profile import Profile
+    from cct.tools.report.write import write_report
+    from cct.training.loggers import Artifacts
 
-    return [Profile(console), *callbacks]
+    return [Artifacts(write_report), *([Profile(console)] if profile else []), *callbacks]
 
 
 def _folder(run: Run | str | Path) -> Path:

@@ -102,17 +102,17 @@ class Audit:
 def audit(recipe: Recipe) -> Audit:
     """Tokenise the prompts of a run and read their gold answers. Raises ValueError or OSError if there is no tokenizer.
 
-    Covers the training prompts that `drawn` returns, the held-out ones, and those of the frozen sets. A problem in a frozen
+    Covers the training prompts that `drawn` returns, the held-out ones, and those of the other sets. A problem in a frozen
     set would stop `cct eval` but not a run, so it is a warning.
     """
     result, alphabet = audit_turns(recipe), recipe.alphabet if recipe.policy.reads_alphabet else ""
     tokenizer = recipe.policy.tokenizer(alphabet=alphabet)
     positions = getattr(recipe.policy.config(alphabet=alphabet).get_text_config(), "max_position_embeddings", None)
     sets = {"training": drawn(recipe), "held out": list(recipe.task.held_out())}
-    sets |= {f"evaluation.frozen.{name}": list(task.held_out()) for name, task in recipe.evaluation.frozen.items()}
+    sets |= {place: list(task.held_out()) for place, task in recipe.evaluation.tasks.items()}
     endless = recipe.task.training() is None
     for name, prompts in sets.items():
-        runs, episodes = name in ("training", "held out"), recipe.environment is not None
+        runs, episodes = not name.startswith("evaluation.frozen."), recipe.environment is not None
         try:
             starts = _openings(recipe, tokenizer, prompts, name, result) if episodes else prompts
             lengths = measured(recipe, tokenizer, positions, starts)

@@ -146,6 +146,9 @@ def with_bases(source: Source, path: Path, above: tuple[Path, ...] = ()) -> Sour
         data["evidence"] = [_absolute_python(entry, path.parent) for entry in data["evidence"]]
     if isinstance(data.get("callbacks"), list):
         data["callbacks"] = [_absolute_callback(entry, path.parent) for entry in data["callbacks"]]
+    if isinstance(data.get("logging"), dict) and isinstance(logger := data["logging"].get("logger"), list | dict):
+        every = [_absolute_callback(one, path.parent) for one in (logger if isinstance(logger, list) else [logger])]
+        data["logging"] = data["logging"] | {"logger": every}
     if isinstance(data.get("environment"), dict):
         data["environment"] = _absolute_environment(data["environment"], path.parent)
     base, own = data.pop("base", None), Source(data, source.marks)

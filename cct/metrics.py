@@ -35,6 +35,10 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
         "held-out prompts left out because they are too long, under `generation.overlong: drop`",
         "prompts",
     ),
+    Metric(
+        "sets/NAME",
+        "the same of each of `evaluation.sets`, `sets/NAME/accuracy` and so on; with `samples` also `avg@n`, `pass@n`",
+    ),
     Metric("train/reward", "mean reward of the sampled responses, without dropped ones", "reward"),
     Metric(
         "train/greedy_reward",

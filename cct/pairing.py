@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from cct.evidence.environment import FromEnvironment
 from cct.geometry import geometries
+from cct.metrics import METRICS
 from cct.registry import REGISTRIES, Component, did_you_mean
 from cct.transport import Transport, Wrapper
 
@@ -178,6 +180,18 @@ def critic_is_used(recipe: Parts) -> Problems:
         yield "training.critic_window", "there is no critic to keep batches for; set it to 1"
 
 
+def best_is_measured(recipe: Parts) -> Problems:
+    best, sets = recipe.evaluation.best, recipe.evaluation.sets
+    of_set = best.split("/")[1] if best is not None and re.match(r"sets/[^/]+/", best) else None
+    if best is None or of_set in sets:
+        return
+    if of_set is not None:
+        yield "evaluation.best", did_you_mean("set under evaluation.sets", of_set, sets)
+    elif not any(metric.covers(best) for metric in METRICS):
+        known = [name for metric in METRICS for name in metric.names.split(", ") if "NAME" not in name]
+        yield "evaluation.best", did_you_mean("metric", best, known)
+
+
 RULES: tuple[Callable[[Parts], Problems], ...] = (
     needs_are_met,
     environment_is_read_right,
@@ -191,4 +205,5 @@ RULES: tuple[Callable[[Parts], Problems], ...] = (
     engine_ratio_counts_once,
     rewards_differ,
     critic_is_used,
+    best_is_measured,
 )

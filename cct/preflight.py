@@ -14,6 +14,7 @@ from cct.rollout import Prompt
 from cct.statistic import Statistic
 from cct.task import Task, same
 from cct.transport import Gate, Transport
+from cct.watching import LOGGERS
 
 CHECKED, CHECKED_BEFORE_RUN = 4096, 65_536  # prompts of an endless stream that are compared with evaluation problems
 GOLDS, GOLDS_BEFORE_RUN = 50, 1000  # gold answers read of training and of evaluation each; `cct check --deep` reads all
@@ -82,11 +83,12 @@ def unready(recipe: Recipe) -> list[str]:
             part.ready()
         except RAISED as error:
             problems.append(f"{place}: '{part.use}': {message_of(error)}")
-    strategy, logger = recipe.training.strategy, recipe.logging.logger
+    strategy = recipe.training.strategy
     if strategy.startswith("deepspeed") and find_spec("deepspeed") is None:
         problems.append(f"training.strategy: {strategy} needs DeepSpeed, which is not installed: {install('deepspeed')}")
-    if logger == "tensorboard" and find_spec("tensorboard") is None and find_spec("tensorboardX") is None:
-        problems.append(f"logging.logger: tensorboard is not installed: {install('tensorboard')}, or set it to csv")
+    for logger in recipe.logging.logger:
+        if (module := LOGGERS.get(logger.use)) and find_spec(module) is None:
+            problems.append(f"logging.logger: {logger.use} is not installed: {install(logger.use)}, or set it to csv")
     return problems
 
 
@@ -131,7 +133,7 @@ def trained_on(recipe: Recipe, demonstrations: bool = True) -> set[str]:
 
 def _overlaps(recipe: Recipe, demonstrations: bool) -> list[str]:
     trained = {same(text): text for text in trained_on(recipe, demonstrations)}
-    sets = {"task": recipe.task} | {f"evaluation.frozen.{name}": task for name, task in recipe.evaluation.frozen.items()}
+    sets = {"task": recipe.task} | recipe.evaluation.tasks
     problems = []
     for place, task in sets.items():
         shared = trained.keys() & {same(prompt.text) for prompt in task.held_out()}

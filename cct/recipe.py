@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -15,15 +15,14 @@ from cct.geometry import Geometry, geometries
 from cct.policy import Generation, Policy, engines, policies
 from cct.registry import Component, Knobs, descendants
 from cct.rollout import Prompt
-from cct.statistic import Statistic, statistics
+from cct.statistic import Statistic
 from cct.system.plain_yaml import index_or_name
 from cct.system.terminal import shortened
 from cct.task import Task, tasks
 from cct.transport import Transport, transports
+from cct.watching import Evaluation, LightningCallback, Logging
 
 MOST_PROBLEMS, MOST_CHARACTERS = 20, 2000  # of a recipe, and of one of them
-
-AnyStatistic = Annotated[Statistic, statistics]  # under a knob called `statistics`
 
 CRITIC_WARMUP_SEED = 2_000_003  # added to the recipe's for the prompts on which only the critic learns
 
@@ -151,45 +150,6 @@ class Training(Knobs):
         fit = max(1, self.micro_batch_tokens // length) if self.micro_batch_tokens else None
         rows = self.minibatch_size // self.processes
         return min(rows, self.micro_batch_size or fit or rows)
-
-
-class Evaluation(Knobs):
-    """Greedy decoding of the task's held-out prompts."""
-
-    every: int = Field(10, ge=1)
-    """Iterations between evaluations; there is always one before the first iteration and one after the last."""
-    frozen: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], Annotated[Task, tasks]] = Field({}, max_length=64)
-    """Further evaluation sets by name, each the held-out problems of a task. Only `cct eval` reads them; a run never does."""
-
-
-class Logging(Knobs):
-    """What a run writes besides metrics.jsonl."""
-
-    logger: Literal["csv", "tensorboard"] = "csv"
-    """Lightning logger; tensorboard needs the extra `.[tensorboard]`."""
-    samples: int = Field(8, ge=0, le=1000)
-    """Responses per iteration in samples.jsonl."""
-    statistics: list[AnyStatistic] = Field([], max_length=64)
-    """Statistics of the behaviour forward to measure in each iteration, in addition to those that the transport reads. Mean and
-    standard deviation over trainable tokens are logged as `statistic/NAME/mean` and `/std`; stored rollouts hold them."""
-    rollouts: Literal["auto", "always", "never"] = "auto"
-    """Store what transports read of each iteration in rollouts/, for `cct replay`. auto: stop once a run's rollouts would
-    exceed rollouts_mb. always: no limit."""
-    rollouts_mb: float = Field(64.0, gt=0, le=1e6)
-    """Limit of auto for the rollouts of one run, in megabytes."""
-
-    @property
-    def unread(self) -> dict[str, str]:
-        return {} if self.rollouts == "auto" else {"rollouts_mb": f"rollouts: {self.rollouts} has no limit"}
-
-
-class LightningCallback(Knobs):
-    """A Lightning callback, Lightning's or yours. It may monitor any metric of metrics.jsonl."""
-
-    use: str = Field(pattern=r"^(.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)$", max_length=1000)
-    """The class: `lightning.pytorch.callbacks.EarlyStopping`, or `./mine.py:Mine`, with the file relative to the recipe."""
-    arguments: dict[str, Any] = {}
-    """Keyword arguments of the class."""
 
 
 class Recipe(Knobs):

@@ -19,6 +19,7 @@ LAYERS = [
     ("laboratory",),
     AXES,
     ("environment",),
+    ("watching",),
     ("pairing",),
     ("recipe",),
     ("loading", "errors"),

@@ -24,17 +24,26 @@ from cct.system.files import kept, whole
 WHOLE = 2**30  # bytes of weights that a rehearsal writes and reads back whole, in a second or two
 
 
-def export(run: Path, folder: Path, iteration: int | None = None, *, dtype: str | None = None, trust: bool = False) -> Path:
+def export(
+    run: Path,
+    folder: Path,
+    iteration: int | None = None,
+    *,
+    dtype: str | None = None,
+    trust: bool = False,
+    replace: bool = False,
+) -> Path:
     """Write the policy that `run` had after an iteration (default: its newest checkpoint); returns the checkpoint.
 
     Adapters are merged, weights that DeepSpeed split are put together. dtype: of the written weights, float32, bfloat16 or
-    float16; None keeps the one that they were trained in. trust: run plug-ins without a recorded SHA-256. Raises RecipeError
-    where there is no such checkpoint, something stands in `folder`, or a weight is beyond float16's range.
+    float16; None keeps the one that they were trained in. trust: run plug-ins without a recorded SHA-256. replace: write over
+    what stands in `folder`. Raises RecipeError where there is no such checkpoint, something stands in `folder`, or a weight is
+    beyond float16's range.
     """
     quiet()
     of_run = RunFolder(run)
     checkpoint = of_run.checkpoint(iteration)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if not replace and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RecipeError(f"{folder}: the folder is not empty; name a new one")
     recipe = of_run.load_recipe(trust=trust)
     with of_recipe():

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 from rich.live import Live
@@ -23,41 +22,22 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from cct.agent.export import export
 from cct.errors import TrainingStopped
 from cct.loading import dump_recipe
 from cct.metrics import TERMINAL
 from cct.policy.checkpoints import why_unreadable
 from cct.policy.weights import save
-from cct.recipe import LightningCallback, Recipe, RecipeError
+from cct.recipe import Recipe, RecipeError
 from cct.registry import RAISED, error_text, run_file
 from cct.run_folder import RunFolder
 from cct.system.files import NO_ROOM, WriteError, append, kept, write_text, writing
 from cct.system.signals import Ending, Interrupted
+from cct.watching import LightningCallback
 
+from .loggers import log_samples
 from .loop import Iteration, Loop
 from .processes import Ranks
-
-
-class JsonLinesLogger(Logger):
-    """metrics.jsonl: one JSON object per event, with its iteration."""
-
-    def __init__(self, path: Path):
-        super().__init__()
-        self.path = path
-
-    @property
-    def name(self) -> str:
-        return "jsonl"
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: recipe.yaml holds them."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        append(self.path, json.dumps({"iteration": step, **metrics}) + "\n")
 
 
 class Recorder(Checkpoint):
@@ -77,6 +57,8 @@ class Recorder(Checkpoint):
     ):
         self.recipe, self._folder, self.tokenizer = recipe, folder, tokenizer
         self.display, self.ending = display, ending
+        self.best: tuple[int, float] | None = None  # iteration and value of `evaluation.best`
+        self.ended = resumed or 0  # the newest iteration
         self.resumed = resumed  # the iteration of the checkpoint, until the resumed run has done one
 
     @property
@@ -89,6 +71,10 @@ class Recorder(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, Loop)
+        reached = self.resumed if self.resumed is not None else 0
+        if trainer.is_global_zero:
+            events = [event for event in self.folder.metrics if event["iteration"] <= reached]
+            self.best = self.recipe.evaluation.best_of(events)
         if module.current_epoch == 0:
             self._log(trainer, module.evaluate(0), iteration=0)
 
@@ -96,6 +82,7 @@ class Recorder(Checkpoint):
         assert isinstance(module, Loop) and module.ended is not None
         ended, module.ended = module.ended, None
         iteration, training = ended.number, self.recipe.training
+        self.ended = iteration
         with self._agreed():
             if trainer.is_global_zero and self.resumed is not None:
                 self._take_over(self.resumed)
@@ -103,13 +90,14 @@ class Recorder(Checkpoint):
         self._log(trainer, ended.metrics, iteration)
         with self._agreed():
             if trainer.is_global_zero:
-                samples = ({"iteration": iteration, **sample} for sample in samples_of(ended, self.recipe.logging.samples))
+                samples = [{"iteration": iteration, **sample} for sample in samples_of(ended, self.recipe.logging.samples)]
                 append(self.folder.samples_file, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
+                log_samples(trainer.loggers, samples, iteration)
                 self.folder.store(ended.rollout, iteration, self.recipe.logging)
         asked = next((number for number in Ranks.current().gather(self.ending.asked) if number is not None), None)
         last = iteration == training.iterations or trainer.should_stop
         due = iteration % training.checkpoint_every == 0 or asked is not None
-        if last or (iteration > 0 and due):
+        if self._is_best(iteration, ended.metrics) or last or (iteration > 0 and due):
             self._checkpoint(trainer, iteration)
         if asked is not None and not last:
             self.ending.close()
@@ -127,12 +115,27 @@ class Recorder(Checkpoint):
             if (refused := getattr(trainer.strategy.checkpoint_io, "refused", None)) is not None:
                 raise refused
         if trainer.is_global_zero:
-            self.folder.drop(*self.folder.checkpoints[: -self.recipe.training.keep_checkpoints])
+            older = self.folder.checkpoints[: -self.recipe.training.keep_checkpoints]
+            self.folder.drop(*(path for path in older if self.best is None or int(path.stem) != self.best[0]))
+
+    def _is_best(self, iteration: int, metrics: dict[str, float]) -> bool:
+        """Whether its checkpoint is to be kept as the best one; the first process decides."""
+        event = {"iteration": iteration, **metrics}
+        name = self.recipe.evaluation.best or ""
+        before = [{"iteration": self.best[0], name: self.best[1]}] if self.best is not None else []
+        self.best = Ranks.current().gather(self.recipe.evaluation.best_of([*before, event]))[0]
+        return self.best is not None and self.best[0] == iteration
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Export while every process still has its part of the weights."""
         assert isinstance(module, Loop)
         self.display.show(stage="export")
+        if self.best is not None and self.best[0] != self.ended:
+            with self._agreed():
+                if trainer.is_global_zero:
+                    export(self.folder.path, self.folder.policy, self.best[0], trust=True, replace=True)
+                    self.display.say(f"policy/ is that of iteration {self.best[0]}, the best by {self.recipe.evaluation.best}")
+            return
         with self._agreed(), kept(self.folder.path, self.folder.policy) if trainer.is_global_zero else nullcontext() as place:
             save(module.agent.actor, self.tokenizer, place)
 

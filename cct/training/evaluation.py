@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import comb
 
 from cct.errors import TrainingStopped
+from cct.evidence import Evidence
 from cct.rollout import Prompt, derive_seed
 
 from .judge import Failures, scores, weigh
@@ -13,11 +14,30 @@ from .sampler import Sampler
 
 
 def evaluate(sampler: Sampler, iteration: int | None = None) -> dict[str, float]:
-    """Greedy decoding of the held-out prompts; `eval/accuracy` is the first evidence's mean, `eval/reward` the sum's.
+    """Greedy decoding of the sets that are due; of the task's, `eval/accuracy` is the first evidence's mean, `eval/reward` the
+    sum's, and those of `evaluation.sets` are under `sets/NAME`.
 
     iteration: after which it is, the recipe's last one where it is not given.
     """
-    return _greedy(sampler, "eval", sampler.recipe.task.held_out(), iteration)
+    recipe, knobs = sampler.recipe, sampler.recipe.evaluation
+    last, metrics = recipe.training.iterations, dict[str, float]()
+    after = last if iteration is None else iteration
+
+    def due(every: int) -> bool:
+        return after % every == 0 or after == last
+
+    if due(knobs.every):
+        metrics |= _greedy(sampler, "eval", recipe.task.held_out(), iteration)
+    for name, one in knobs.sets.items():
+        if not due(one.every or knobs.every):
+            continue
+        evidence, prompts = one.evidence or recipe.evidence, one.task.held_out()
+        metrics |= _greedy(sampler, f"sets/{name}", prompts, iteration, evidence)
+        if one.samples:
+            seed = derive_seed(recipe.seed, "evaluation", name)
+            sampled = _sampled(sampler, prompts, seed, one.samples, [one.samples], evidence)
+            metrics |= {f"sets/{name}/{key}": value for key, value in sampled.items()}
+    return metrics
 
 
 def evaluate_frozen(sampler: Sampler) -> dict[str, float]:
@@ -31,9 +51,19 @@ def evaluate_frozen(sampler: Sampler) -> dict[str, float]:
     return metrics
 
 
-def _greedy(sampler: Sampler, name: str, every: Sequence[Prompt], iteration: int | None) -> dict[str, float]:
-    """Metrics `NAME/accuracy` and so on of the prompts, without those that are too long where these are dropped."""
+def _greedy(
+    sampler: Sampler,
+    name: str,
+    every: Sequence[Prompt],
+    iteration: int | None,
+    evidence: Sequence[Evidence] | None = None,
+) -> dict[str, float]:
+    """Metrics `NAME/accuracy` and so on of the prompts, without those that are too long where these are dropped.
+
+    evidence: what judges, the recipe's where it is not given.
+    """
     recipe, prompts = sampler.recipe, sampler.fitting(every)
+    evidence = evidence or recipe.evidence
     if not every:
         raise TrainingStopped(f"{name}: the task has no held-out prompts")
     if not prompts:
@@ -44,12 +74,12 @@ def _greedy(sampler: Sampler, name: str, every: Sequence[Prompt], iteration: int
     sampled = sampler.respond([prompts[number] for number in numbers], None, numbers)
     mine, responses = [one.prompt for one in sampled], [one.response for one in sampled]
     failures, after = Failures(), recipe.training.iterations if iteration is None else iteration
-    scored = [scores(part, mine, responses, failures, after) for part in recipe.evidence]
+    scored = [scores(part, mine, responses, failures, after) for part in evidence]
     judged = [row for row, response in zip(scored[0], responses, strict=True) if row is None or row or not response.tokens]
     sums = (
         sum(sum(row) for row in judged if row is not None),
         float(len(judged)),
-        sum(map(sum, weigh(recipe.evidence, scored, responses)[0])),
+        sum(map(sum, weigh(evidence, scored, responses)[0])),
         float(sum(len(response.tokens) for response in responses)),
         float(sum(not response.finished for response in responses)),
     )
@@ -93,12 +123,19 @@ def evaluate_sampled(sampler: Sampler, samples: int, ks: Sequence[int]) -> dict[
     return metrics
 
 
-def _sampled(sampler: Sampler, prompts: Sequence[Prompt], seed: int, samples: int, ks: Sequence[int]) -> dict[str, float]:
+def _sampled(
+    sampler: Sampler,
+    prompts: Sequence[Prompt],
+    seed: int,
+    samples: int,
+    ks: Sequence[int],
+    evidence: Sequence[Evidence] | None = None,
+) -> dict[str, float]:
     prompts = sampler.fitting(prompts)
     many = [prompt for prompt in prompts for _ in range(samples)]
     sampled = sampler.respond(many, [derive_seed(seed, number) for number in range(len(many))])
     many, responses = [one.prompt for one in sampled], [one.response for one in sampled]
-    first = sampler.recipe.evidence[0]
+    first = (evidence or sampler.recipe.evidence)[0]
     best = first.bounds[1]
     scored = scores(first, many, responses, Failures(), sampler.recipe.training.iterations)
     totals = [sum(row or [0.0]) for row in scored]

@@ -123,7 +123,7 @@ class Loop(Updates):
             clock.begin("sync")
             metrics |= sampler.sync()
         metrics |= clock.stop(metrics["train/tokens"])
-        if iteration > 0 and (iteration == training.iterations or iteration % recipe.evaluation.every == 0):
+        if iteration > 0:
             metrics |= self.evaluate(iteration)
         return Iteration(iteration, rows, order, seen, credit, metrics)
 
@@ -153,11 +153,12 @@ class Loop(Updates):
             self.past = [CriticData.of(rollout, credit.value_targets, cuts), *self.past][: window - 1]
 
     def evaluate(self, iteration: int) -> dict[str, float]:
-        """Greedy evaluation of the current policy on the held-out problems, after an iteration."""
+        """Greedy evaluation of the current policy on the sets that are due after an iteration."""
         self.on_stage("evaluate")
         started = time.perf_counter()
-        self.evaluated = evaluate(self.sampler, iteration)
-        return self.evaluated | {"time/evaluate": time.perf_counter() - started}
+        found = evaluate(self.sampler, iteration)
+        self.evaluated |= found
+        return found | {"time/evaluate": time.perf_counter() - started} if found else {}
 
     # --- Lightning ----------------------------------------------------------------------------
     def training_step(self, *_: Any) -> None:

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from lightning import Callback, Trainer
 from lightning.fabric.utilities.rank_zero import _get_rank
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.loggers.logger import Logger
 from rich.console import Console
 from rich.table import Table
 
@@ -29,8 +27,9 @@ from cct.system.files import LOCK, SUMS, WriteError, damage, remove, write_text,
 from cct.system.signals import Ending, answered
 from cct.system.terminal import say
 
-from .callbacks import Display, JsonLinesLogger, Recorder, made, must_be_plain, named
+from .callbacks import Display, Recorder, made, must_be_plain, named
 from .evaluation import evaluate, evaluate_frozen, evaluate_sampled
+from .loggers import loggers_of
 from .loop import Loop
 from .processes import OneFile, strategy_of
 from .sampler import Sampler
@@ -157,7 +156,7 @@ def _trainer(recipe: Recipe, run: RunFolder | None, first: int, callbacks: list[
         strategy=strategy_of(recipe),
         devices=recipe.training.devices,
         num_nodes=recipe.training.nodes,
-        logger=_loggers(recipe, run, first) if run is not None else [],
+        logger=loggers_of(recipe, run, first) if run is not None else [],
         callbacks=callbacks,
         plugins=[] if recipe.training.strategy.startswith("deepspeed") else [OneFile()],
         default_root_dir=run.path if run is not None else None,
@@ -203,7 +202,8 @@ def resume(
         if int(checkpoint.stem) < recipe.training.iterations:
             train(recipe, folder if is_first() else None, console=console, checkpoint=checkpoint, callbacks=callbacks)
         elif is_first():
-            export(folder, run.policy, trust=True)
+            best = recipe.evaluation.best_of(run.metrics)
+            export(folder, run.policy, best[0] if best else None, trust=True, replace=True)
             console.print(f"{folder}: all iterations were done; wrote policy/")
 
 
@@ -254,8 +254,3 @@ def closing_table(run: RunFolder, seconds: float) -> Table:
                 *(f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}" for x in (values[0], values[-1], sum(values) / len(values))),
             )
     return table
-
-
-def _loggers(recipe: Recipe, run: RunFolder, first: int) -> list[Logger]:
-    make = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}[recipe.logging.logger]
-    return [JsonLinesLogger(run.metrics_file), make(run.path, name="logs", version=f"from_{first:06d}")]
