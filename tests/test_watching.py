@@ -138,10 +138,10 @@ def test_a_logger_that_cannot_be_made_is_named(tmp_path):
 
 def test_wandb_mlflow_trackio_and_tensorboard_get_metrics_samples_and_files(tmp_path, monkeypatch):
     """All at once and without network: what each of them keeps is read back from its files."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     for name in ("wandb", "mlflow", "trackio", "tensorboard"):
         pytest.importorskip(name)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     folder = RunFolder(run(tiny("grpo", "logging.logger=[csv, tensorboard, wandb, mlflow, trackio]"), tmp_path))
     assert main(["run", "--resume", str(folder), "--set", "training.iterations=3"]) == 0
     events = {event["iteration"]: event for event in folder.metrics}
@@ -154,8 +154,8 @@ def test_wandb_mlflow_trackio_and_tensorboard_get_metrics_samples_and_files(tmp_
 
     import trackio
 
-    (name,) = [one.name for one in trackio.Api().runs("grpo")]
-    assert name.startswith(f"{folder.path.name}-")
+    name = f"{folder.path.name}-{(folder.path / 'logs/id').read_text()[:8]}"
+    assert [one.name for one in trackio.Api().runs("grpo") if one.name == name] == [name]
     assert list((folder.path / "logs/wandb").rglob("*.wandb"))
     assert list((folder.path / "logs").rglob("events.out.tfevents*"))
     assert json.loads(folder.samples_file.read_text().splitlines()[0])["iteration"] == 1
