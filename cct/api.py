@@ -112,9 +112,9 @@ def evaluate(
 
 
 def _with_observers(callbacks: Sequence[Callback], console: Console, profile: bool) -> list[Callback]:
+    from cct.loggers import Artifacts
     from cct.tools.profile import Profile
     from cct.tools.report.write import write_report
-    from cct.training.loggers import Artifacts
 
     return [Artifacts(write_report), *([Profile(console)] if profile else []), *callbacks]
 

@@ -109,7 +109,7 @@ def audit(recipe: Recipe) -> Audit:
     tokenizer = recipe.policy.tokenizer(alphabet=alphabet)
     positions = getattr(recipe.policy.config(alphabet=alphabet).get_text_config(), "max_position_embeddings", None)
     sets = {"training": drawn(recipe), "held out": list(recipe.task.held_out())}
-    sets |= {place: list(task.held_out()) for place, task in recipe.evaluation.tasks.items()}
+    sets |= {place: list(task.held_out()) for place, task in recipe.evaluation.other_tasks.items()}
     endless = recipe.task.training() is None
     for name, prompts in sets.items():
         runs, episodes = not name.startswith("evaluation.frozen."), recipe.environment is not None

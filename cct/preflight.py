@@ -133,7 +133,7 @@ def trained_on(recipe: Recipe, demonstrations: bool = True) -> set[str]:
 
 def _overlaps(recipe: Recipe, demonstrations: bool) -> list[str]:
     trained = {same(text): text for text in trained_on(recipe, demonstrations)}
-    sets = {"task": recipe.task} | recipe.evaluation.tasks
+    sets = {"task": recipe.task} | recipe.evaluation.other_tasks
     problems = []
     for place, task in sets.items():
         shared = trained.keys() & {same(prompt.text) for prompt in task.held_out()}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
 from cct.evidence import Evidence, evidences
-from cct.registry import Knobs
+from cct.registry import Knobs, did_you_mean
 from cct.statistic import Statistic, statistics
 from cct.task import Task, tasks
 
@@ -49,7 +50,7 @@ class Evaluation(Knobs):
     """Further evaluation sets by name, each the held-out problems of a task. Only `cct eval` reads them; a run never does."""
 
     @property
-    def tasks(self) -> dict[str, Task]:
+    def other_tasks(self) -> dict[str, Task]:
         """The tasks of all further sets by their places in the recipe."""
         frozen = {f"evaluation.frozen.{name}": task for name, task in self.frozen.items()}
         return {f"evaluation.sets.{name}": one.task for name, one in self.sets.items()} | frozen
@@ -81,8 +82,15 @@ class LightningCallback(LightningPart):
 class LightningLogger(LightningPart):
     """A logger by its name, or a Lightning logger's class, and its arguments."""
 
-    use: str = Field(pattern=rf"^({'|'.join(LOGGERS)}|{CLASS})$", max_length=1000)
+    use: str = Field(max_length=1000)
     """csv, tensorboard, wandb, mlflow or trackio; or a class, `lightning.pytorch.loggers.CometLogger` or `./mine.py:Mine`."""
+
+    @field_validator("use")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name in LOGGERS or re.fullmatch(CLASS, name):
+            return name
+        raise ValueError(f"{did_you_mean('logger', name, LOGGERS)}; or name a class, `package.Class` or `./file.py:Class`")
 
 
 def _several(asked: Any) -> Any:

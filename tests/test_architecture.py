@@ -24,6 +24,7 @@ LAYERS = [
     ("recipe",),
     ("loading", "errors"),
     ("prompts", "run_folder"),
+    ("loggers",),
     ("audit",),
     ("preflight",),
     ("agent",),
@@ -43,7 +44,7 @@ ONLY = {"tools.report": {"system", "metrics", "registry", "rollout", "run_folder
 
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "textarena", "math_verify", "pebble"}
-FREE = {"agent", "training", "tools.lab"}
+FREE = {"agent", "loggers", "training", "tools.lab"}
 FREE |= {f"tools.{name}" for name in ("study", "report", "conformance", "replay", "tokens", "fidelity", "memory", "profile")}
 TENSOR_FILES = {
     "tensors.py",

@@ -263,7 +263,11 @@ def test_keys_that_are_no_text_are_refused(tmp_path):
         ("name: ''", "name", ["pattern"]),
         ("evidence: []", "evidence", ["at least 1", "What judges responses"]),
         ("evidence: [{use: exact_match, pattern: '('}]", "evidence.0.pattern", ["not a regular expression", "found '('"]),
-        ("logging: {logger: wandbb}", "logging.logger", ["csv|tensorboard|wandb|mlflow|trackio", "found 'wandbb'"]),
+        (
+            "logging: {logger: wandbb}",
+            "logging.logger.0.use",
+            ["did you mean 'wandb'?", "found 'wandbb'"],
+        ),
         # knobs that do not go together
         ("transport: {gate: {low: 1.0, high: 0.5}}", "transport.gate", ["low (1.0) must not exceed high (0.5)", "sign: -1"]),
         ("transport: {gate: constant}", "transport.gate", ["gamma", "set exactly one"]),

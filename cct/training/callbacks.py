@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from cct.agent.export import export
 from cct.errors import TrainingStopped
 from cct.loading import dump_recipe
+from cct.loggers import log_samples
 from cct.metrics import TERMINAL
 from cct.policy.checkpoints import why_unreadable
 from cct.policy.weights import save
@@ -35,7 +36,6 @@ from cct.system.files import NO_ROOM, WriteError, append, kept, write_text, writ
 from cct.system.signals import Ending, Interrupted
 from cct.watching import LightningCallback
 
-from .loggers import log_samples
 from .loop import Iteration, Loop
 from .processes import Ranks
 

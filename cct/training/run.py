@@ -20,6 +20,7 @@ from cct.agent.export import export, quiet, rehearse
 from cct.errors import of_recipe
 from cct.evidence import close_workers
 from cct.loading import dump_recipe
+from cct.loggers import loggers_of
 from cct.metrics import CLOSING, among, is_count
 from cct.recipe import Recipe, RecipeError
 from cct.run_folder import RunFolder
@@ -29,7 +30,6 @@ from cct.system.terminal import say
 
 from .callbacks import Display, Recorder, made, must_be_plain, named
 from .evaluation import evaluate, evaluate_frozen, evaluate_sampled
-from .loggers import loggers_of
 from .loop import Loop
 from .processes import OneFile, strategy_of
 from .sampler import Sampler

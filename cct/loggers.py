@@ -20,8 +20,6 @@ from cct.run_folder import RunFolder
 from cct.system.files import append
 from cct.watching import LOGGERS, LightningLogger
 
-from .loop import Loop
-
 SAMPLE = ("iteration", "prompt", "response", "reward", "advantage", "finished")  # columns of a table of samples
 
 
@@ -187,7 +185,7 @@ class Artifacts(Callback):
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         keep = [logger for logger in trainer.loggers if isinstance(logger, KEEP_FILES)]
-        if not keep or not trainer.is_global_zero or not cast(Loop, module).recipe.logging.artifacts:
+        if not keep or not trainer.is_global_zero or not cast(Any, module).recipe.logging.artifacts:
             return
         run = RunFolder(Path(trainer.default_root_dir))
         log_files(keep, [run.recipe_file, run.samples_file, *self.report([run.path])])
