@@ -30,6 +30,8 @@ def needs_are_met(recipe: Parts) -> Problems:
 def _unmet(part: Component, need: str) -> str:
     if need == "groups":
         return f"'{part.use}' compares responses to one prompt: set training.responses_per_prompt to 2 or more"
+    if need == "teacher":
+        return f"'{part.use}' learns from a teacher: set `teacher` to a policy with the same vocabulary"
     able = [
         f"{axis}: {name}"
         for axis, registry in REGISTRIES.items()
@@ -140,6 +142,14 @@ def kl_stays_in_the_critics_range(recipe: Parts) -> Problems:
         )
 
 
+def kl_reaches_every_reward(recipe: Parts) -> Problems:
+    if recipe.geometry.kl_in_reward and recipe.needs("components"):
+        yield (
+            "geometry.kl_in_reward",
+            f"transport '{recipe.transport.use}' reads the rewards of each evidence, and the KL is in none; use kl_coef",
+        )
+
+
 def engine_ratio_counts_once(recipe: Parts) -> Problems:
     geometry = recipe.geometry
     twice = geometry.engine_ratio & recipe.transport.engine_ratio
@@ -178,6 +188,13 @@ def critic_is_used(recipe: Parts) -> Problems:
         yield "training.critic_window", "there is no critic to keep batches for; set it to 1"
 
 
+def teacher_is_used(recipe: Parts) -> Problems:
+    if recipe.teacher is not None and not recipe.needs("teacher"):
+        yield "teacher", f"transport '{recipe.transport.use}' has no use for a teacher; `distill` has, or set `teacher: null`"
+    if recipe.teacher is not None and recipe.teacher.lora is not None:
+        yield "teacher.lora", "a teacher does not learn; set it to null"
+
+
 RULES: tuple[Callable[[Parts], Problems], ...] = (
     needs_are_met,
     environment_is_read_right,
@@ -188,7 +205,9 @@ RULES: tuple[Callable[[Parts], Problems], ...] = (
     responses_are_whitened_as_responses,
     kl_counts_once,
     kl_stays_in_the_critics_range,
+    kl_reaches_every_reward,
     engine_ratio_counts_once,
     rewards_differ,
     critic_is_used,
+    teacher_is_used,
 )
