@@ -59,12 +59,15 @@ def arguments(name: str, mask: Tensor | None = None) -> dict[str, Any]:
     known |= dict(gamma=0.9, lam=0.8, gamma_turn=0.8, lam_turn=0.7, threshold=0.7, share=0.4, beta=0.3, fraction=0.5, k=2)
     known |= dict(credit=draw(8), truth=draw(8) - 0.6)
     known |= dict(decay=0.9, kind="recent", alpha=0.5, sigma=0.3, bound=1.5)
+    known |= dict(collision=draw(rows, width), teacher_logprobs=-draw(rows, width))
     special: dict[str, dict[str, Any]] = {
         "group_mean": {"x": known["scores"]},
         "informative_rescale": {"advantages": known["scores"]},
         "previous_step": {"first": 0.0},
         "position_curve": {"end": 1.0},
         "correction_weights": {"kind": "truncate", "level": "sequence"},
+        "decoupled_advantage": {"components": draw(rows, 3), "weights": (1.0, 0.5, -2.0), "valid": draw(rows, 3) < 0.9},
+        "tracked": {"past": (1.5, 3.0), "scores": (1.0, 0.0)},
         "varies": {"std": torch.tensor(0.2)},
         "mark_some_covariances": {"low": -1.0, "high": 1.0},
     }

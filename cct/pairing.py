@@ -32,6 +32,8 @@ def needs_are_met(recipe: Parts) -> Problems:
 def _unmet(part: Component, need: str) -> str:
     if need == "groups":
         return f"'{part.use}' compares responses to one prompt: set training.responses_per_prompt to 2 or more"
+    if need == "teacher":
+        return f"'{part.use}' learns from a teacher: set `teacher` to a policy with the same vocabulary"
     able = [
         f"{axis}: {name}"
         for axis, registry in REGISTRIES.items()
@@ -142,6 +144,14 @@ def kl_stays_in_the_critics_range(recipe: Parts) -> Problems:
         )
 
 
+def kl_reaches_every_reward(recipe: Parts) -> Problems:
+    if recipe.geometry.kl_in_reward and recipe.needs("components"):
+        yield (
+            "geometry.kl_in_reward",
+            f"transport '{recipe.transport.use}' reads the rewards of each evidence, and the KL is in none; use kl_coef",
+        )
+
+
 def engine_ratio_counts_once(recipe: Parts) -> Problems:
     geometry = recipe.geometry
     twice = geometry.engine_ratio & recipe.transport.engine_ratio
@@ -192,6 +202,13 @@ def best_is_measured(recipe: Parts) -> Problems:
         yield "evaluation.best", did_you_mean("metric", best, known)
 
 
+def teacher_is_used(recipe: Parts) -> Problems:
+    if recipe.teacher is not None and not recipe.needs("teacher"):
+        yield "teacher", f"transport '{recipe.transport.use}' has no use for a teacher; `distill` has, or set `teacher: null`"
+    if recipe.teacher is not None and recipe.teacher.lora is not None:
+        yield "teacher.lora", "a teacher does not learn; set it to null"
+
+
 RULES: tuple[Callable[[Parts], Problems], ...] = (
     needs_are_met,
     environment_is_read_right,
@@ -202,8 +219,10 @@ RULES: tuple[Callable[[Parts], Problems], ...] = (
     responses_are_whitened_as_responses,
     kl_counts_once,
     kl_stays_in_the_critics_range,
+    kl_reaches_every_reward,
     engine_ratio_counts_once,
     rewards_differ,
     critic_is_used,
     best_is_measured,
+    teacher_is_used,
 )

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from cct.audit import golds
 from cct.evidence import Failure
-from cct.policy import WARM_START_SEED, Shape
+from cct.policy import WARM_START_SEED, Policy, Shape
 from cct.prompts import begun, drawn, named
 from cct.recipe import Recipe, RecipeError
 from cct.registry import RAISED, error_text, install
@@ -83,6 +83,8 @@ def unready(recipe: Recipe) -> list[str]:
             part.ready()
         except RAISED as error:
             problems.append(f"{place}: '{part.use}': {message_of(error)}")
+    if recipe.teacher is not None and not any(problem.startswith(("policy", "teacher")) for problem in problems):
+        problems += _of_another_vocabulary(recipe.teacher, recipe)
     strategy = recipe.training.strategy
     if strategy.startswith("deepspeed") and find_spec("deepspeed") is None:
         problems.append(f"training.strategy: {strategy} needs DeepSpeed, which is not installed: {install('deepspeed')}")
@@ -90,6 +92,22 @@ def unready(recipe: Recipe) -> list[str]:
         if (module := LOGGERS.get(logger.use)) and find_spec(module) is None:
             problems.append(f"logging.logger: {logger.use} is not installed: {install(logger.use)}, or set it to csv")
     return problems
+
+
+def _of_another_vocabulary(teacher: Policy, recipe: Recipe) -> list[str]:
+    """A problem where the teacher's tokens are not the policy's, without loading weights."""
+    try:
+        own, other = (part.tokenizer(alphabet=recipe.alphabet).get_vocab() for part in (recipe.policy, teacher))
+    except RAISED as error:
+        return [f"teacher: '{teacher.use}': {message_of(error)}"]
+    if own == other:
+        return []
+    token = min(set(own.items()) ^ set(other.items()))[0]
+    numbers = f"{token!r} is {own.get(token, 'no token')} of the policy and {other.get(token, 'no token')} of the teacher"
+    return [
+        f"teacher: '{teacher.use}' has another vocabulary than the policy ({len(other):,} and {len(own):,} tokens; {numbers}); "
+        "both must number the same tokens alike: use a teacher of the policy's family"
+    ]
 
 
 def message_of(error: BaseException) -> str:

@@ -171,6 +171,8 @@ class Recipe(Knobs):
     """The engine that samples."""
     evidence: list[Annotated[Evidence, evidences]] = Field(min_length=1)
     """What judges responses; the reward is the weighted sum, accuracy is the mean of the first one."""
+    teacher: Annotated[Policy, policies] | None = None
+    """Frozen policy of the same vocabulary that the transport `distill` learns from; null for none."""
     critic: Annotated[Critic, critics] | None = None
     """Predicts returns; null for critic-free transports."""
     transport: Annotated[Transport, transports]
@@ -243,6 +245,10 @@ class Recipe(Knobs):
         found = [place for place, part in training.items() if need in part.provides]
         if need == "groups" and self.training.responses_per_prompt >= 2:
             found.append("training.responses_per_prompt")
+        if need == "teacher" and self.teacher is not None:
+            found.append("teacher")
+        if need in ("components", "history"):  # the loop's own
+            found.append("training")
         return found
 
     @model_validator(mode="after")

@@ -126,7 +126,9 @@ class Rollout:
     values: Tensor | None = None  # [B, T] V(s_t)
     bootstrap: Tensor | None = None  # [B] V after the last token of a cut response, 0 elsewhere; None: nothing follows any
     reference_logprobs: Tensor | None = None  # [B, T]
+    teacher_logprobs: Tensor | None = None  # [B, T] of the recipe's teacher
     greedy_scores: Tensor | None = None  # [B] of the greedy response to the same prompt, NaN where it was not judged
+    prompt_values: Tensor | None = None  # [B] of the response's prompt, by earlier iterations, where a transport remembers them
     stats: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, T], detached statistics of the forward
     moments: dict[str, tuple[float, float]] = field(default_factory=dict)  # name -> mean, std over earlier iterations
     anchors: Tensor | None = None  # [B, T] int, the state in which the token's turn began, from an environment; negative: none
@@ -138,6 +140,9 @@ class Rollout:
     turns: Tensor | None = None  # [B, T] int, number of the token's turn in its episode; -1 where the policy emitted none
     versions: Tensor | None = None  # [B, T] int, iteration whose update made the policy that emitted the token; -1 likewise
     components: dict[str, Tensor] = field(default_factory=dict)  # name -> [B, T] rewards by what gave them, unweighted
+    weights: dict[str, float] = field(
+        default_factory=dict
+    )  # of the components that are the recipe's evidence, NaN for none given
     exact_values: Tensor | None = None  # [B, T] V(s_t) by an oracle, which tasks of the laboratory alone have
     decisions: Tensor | None = None  # [B, T] bool, tokens that decide something, by the same
 

@@ -181,7 +181,7 @@ class RunFolder:
             if there + size > logging.rollouts_mb * 1e6:
                 write_text(self.full, f"{iteration}\n")
                 return
-        metadata = {"moments": json.dumps(rollout.moments), "seed": str(rollout.seed)}
+        metadata = {"moments": json.dumps(rollout.moments), "seed": str(rollout.seed), "weights": json.dumps(rollout.weights)}
         with kept(self.path, self.full.with_name(f"{iteration}.safetensors")) as unfinished:
             save_file(tensors, unfinished, metadata)
 
@@ -208,7 +208,8 @@ class RunFolder:
         }
         moments = {name: (float(mean), float(std)) for name, (mean, std) in json.loads(metadata["moments"]).items()}
         assert all(math.isfinite(x) for pair in moments.values() for x in pair)
-        return Rollout(**whole, **named, moments=moments, seed=int(metadata["seed"]))
+        weights = {name: float(weight) for name, weight in json.loads(metadata.get("weights", "{}")).items()}
+        return Rollout(**whole, **named, moments=moments, weights=weights, seed=int(metadata["seed"]))
 
     # --- going on -----------------------------------------------------------------------------
     def drop_after(self, iteration: int) -> None:

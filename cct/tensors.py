@@ -18,7 +18,15 @@ R = TypeVar("R")
 MASKS = ("mask", "valid", "starts", "ends", "marked", "attention_mask")
 INDICES = ("groups", "episodes", "order", "anchors", "input_ids")
 SCALARS = ("gamma", "lam", "lam_value", "std")  # a float, or a tensor without dimensions, or one of the mask's shape
-PER_RESPONSE = ("scores", "groups", "episodes", "order", "bootstrap", "greedy_scores")  # [B] beside a mask [B, T]
+PER_RESPONSE = (
+    "scores",
+    "groups",
+    "episodes",
+    "order",
+    "bootstrap",
+    "greedy_scores",
+    "prompt_values",
+)  # [B] beside a mask [B, T]
 
 
 def as_mask(mask: Any, name: str = "mask") -> Tensor:

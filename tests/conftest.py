@@ -121,7 +121,8 @@ def make_rollout(rows: int = 6, width: int = 9, prompt: int = 4, *, seed: int = 
         exact_values=draw(rows, width),
         seed=seed,
     )
-    return base.replace(**fields)
+    further = {"teacher_logprobs": -draw(rows, width), "prompt_values": draw(rows)}
+    return base.replace(**(further | fields))
 
 
 def tiny_model(

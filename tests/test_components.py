@@ -76,7 +76,10 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("gate", "turn"): {"within": 0.99, "boundary": 0.5},
     ("gate", "shuffle"): {"of": {"use": "position", "of": {"use": "attention", "low": 0.5}}},
     ("geometry", "clip_cov"): {"share": 0.1, "covariance_low": 0.1},
+    ("geometry", "dis"): {"ratio_to": "trainer", "clip_low": 0.8, "correction": "mask", "correction_lower": 0.3},
     ("geometry", "dppo"): {"divergence": "kl", "bound": 0.01},
+    ("geometry", "luspo"): {"constant": 64.0},
+    ("geometry", "vespo"): {"power_negative": 1.0, "ratio_to": "engine"},
     ("geometry", "gspo"): {"kl_in_reward": 0.1, "ratio_to": "engine"},
     ("geometry", "topr"): {"level": "token"},
     ("geometry", "ppo_clip"): {"dual_clip": 3.0, "kl_coef": 0.1, "aggregation": "sequence_mean"},
@@ -119,6 +122,11 @@ OTHERWISE: dict[tuple[str, str], dict[str, Any]] = {
     ("transport", "rhythm"): {"of": {"use": "comp_gae", "whiten": False}, "measure": "preplan", "share": 0.1, "factor": 0.0},
     ("transport", "spo"): {"values": "critic", "cuts": 2, "only_cuts": False, "whiten": False},
     ("transport", "td_lambda"): {"lam": 0.3},
+    ("transport", "distill"): {"bound": 2.0},
+    ("transport", "gdpo"): {"like": "trl"},
+    ("transport", "maxrl"): {"single": "raw", "eps": 0.1},
+    ("transport", "otb"): {"like": "verl"},
+    ("transport", "single_stream"): {"decay": 1.0, "prior": -0.5, "prior_weight": 8.0, "unit": "tokens"},
     ("transport", "vineppo"): {"separator": ";", "samples": 2, "whiten": False},
     ("transport", "vtrace"): {"gamma": 0.9, "lam": 0.5, "rho_bar": 3.0, "c_bar": 0.7, "gap": "decay"},
 }
@@ -272,6 +280,7 @@ UNREAD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("critic", {"use": "group_mean", "weight": 1.0}, {"leave_one_out": False}),
     ("gate", {"use": "attention", "half_life": [4, 8]}, {"low": 0.5, "high": 0.99}),
     ("geometry", {"use": "ppo_clip"}, {"constant": 9.0, "correction_level": "sequence", "correction_bound": 3.0}),
+    ("geometry", {"use": "ppo_clip", "correction": "truncate"}, {"correction_lower": 0.3}),
     ("geometry", {"use": "gspo"}, {"kl_estimator": "k2", "kl_gradient": "k2"}),
     ("geometry", {"use": "ppo_clip", "kl_in_reward": 0.1}, {"kl_gradient": "k2"}),
     ("task", {"use": "jsonl", "path": "a", "held_out_path": "b", "template": "{q}"}, {"prompt_field": "q"}),
@@ -391,7 +400,7 @@ def test_it_says_what_it_reads_of_the_forward(name):
     operator = OPERATORS[name]
     assert all(isinstance(what, Statistic) for what in operator.statistics.values())
     read = frozenset().union(*(what.reads for what in operator.statistics.values()))
-    assert read == operator.needs & {"attention", "hidden_states"}
+    assert read == operator.needs & {"attention", "hidden_states", "distribution"}
     if operator.statistics:
         with pytest.raises(KeyError):
             operator(make_rollout().replace(stats={}))

@@ -16,6 +16,7 @@ from cct.geometry import (
     aggregation_weights,
     cispo_loss,
     clip_cov_loss,
+    dis_loss,
     dppo_loss,
     geometries,
     gmpo_loss,
@@ -31,6 +32,7 @@ from cct.geometry import (
     sapo_loss,
     token_covariances,
     topr_loss,
+    vespo_loss,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -141,6 +143,44 @@ def test_topr():
     check(topr_loss, [0.4, 0.1], [0.2, 0.8], -2.0, [4 * logs[0], 0.25 * logs[1]], [4.0, 0.25], level="token", bound=3.0)
     # ratios 2 and 2: a response that has become likelier is bounded by 1
     check(topr_loss, [0.4, 0.8], [0.2, 0.4], -1.0, [math.log(0.4), math.log(0.8)], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+@pytest.mark.parametrize(
+    "new, old, weight",
+    [
+        (0.6, 0.15, 4.0),
+        (0.7, 0.1, 0.0),  # 7 is above 6
+        (0.3, 0.4, 0.75),
+        (0.2, 0.4, 0.0),  # 0.5 is below 0.7
+    ],
+)
+def test_dis_drops_a_token_on_either_side_whatever_its_advantage(new, old, weight, advantage):
+    gradient = -weight * advantage
+    metrics = check(dis_loss, [new], [old], advantage, [gradient * math.log(new)], [gradient])
+    assert metrics["clip_fraction"].item() == (weight == 0)
+
+
+def test_vespo():
+    logs = [math.log(x) for x in (0.4, 0.1)]
+    good, bad = 0.25**2 * math.exp(3 * 0.75), 0.25**3 * math.exp(2 * 0.75)  # ratios 2 and 0.125, W = 0.25
+    check(vespo_loss, [0.4, 0.1], [0.2, 0.8], 2.0, [-2 * good * x for x in logs], [-2 * good] * 2)
+    check(vespo_loss, [0.4, 0.1], [0.2, 0.8], -1.0, [bad * x for x in logs], [bad] * 2)
+    other = 4 * math.exp(-3)  # ratios 2 and 2, W = 4, with k 1 and lambda 1
+    check(
+        vespo_loss, [0.4, 0.8], [0.2, 0.4], -1.0, [other * math.log(x) for x in (0.4, 0.8)], [other] * 2,
+        power_negative=1.0, decay_negative=1.0,
+    )  # fmt: skip
+
+
+def test_luspo_is_gspo_times_the_length_of_each_response():
+    """s = 2 in both, bound 1.0025; a response of two tokens and one of one: (2 * 1 * 1.0025 + 1 * 3 * 1.0025) / 2."""
+    old = torch.tensor([[0.2, 0.4], [0.3, 0.5]]).log()
+    advantages, mask = torch.tensor([[1.0, 1.0], [3.0, 9.0]]), make_mask("11", "10")
+    geometry = geometries["luspo"]()
+    loss, _ = geometry(old + math.log(2), old, advantages, mask, None)
+    total = aggregate(loss, mask, geometry.aggregation, constant=geometry.constant)
+    assert total.item() == pytest.approx(-(2 * 1.0025 + 3 * 1.0025) / 2)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +301,15 @@ def test_equal_advantages_give_gspo_s_gradient_to_its_token_form():
         assert_close(a.sum(1), b.sum(1))
 
 
+def test_dis_and_vespo_reduce_to_cispo():
+    """Inside its range DIS weighs by the ratio, as CISPO without a bound; so does VESPO of one token with k 1, lambda 0."""
+    new, old, _, advantages, mask = draw(3, width=1)
+    wide = geometries["cispo"](clip_low=1.0, clip_high=100.0)(new, old, advantages, mask, None)[0]
+    assert_close(geometries["dis"](clip_low=1.0, clip_high=100.0)(new, old, advantages, mask, None)[0], wide)
+    flat = {"power_positive": 1.0, "power_negative": 1.0, "decay_positive": 0.0, "decay_negative": 0.0}
+    assert_close(geometries["vespo"](**flat)(new, old, advantages, mask, None)[0], wide)
+
+
 def test_cispo_between_its_bounds_is_the_importance_weighted_policy_gradient():
     new, old, _, advantages, mask = draw(3)
     ratio, logprobs = (new - old).exp(), new.clone().requires_grad_()
@@ -271,7 +320,20 @@ def test_cispo_between_its_bounds_is_the_importance_weighted_policy_gradient():
 
 
 ON_POLICY = [
-    (name, {}) for name in ("ppo_clip", "gspo_token", "policy_gradient", "cispo", "sapo", "topr", "dppo", "clip_cov", "kl_cov")
+    (name, {})
+    for name in (
+        "ppo_clip",
+        "gspo_token",
+        "policy_gradient",
+        "cispo",
+        "sapo",
+        "topr",
+        "dppo",
+        "clip_cov",
+        "kl_cov",
+        "dis",
+        "vespo",
+    )
 ] + [("topr", {"level": "token"}), ("dppo", {"divergence": "kl"})]
 
 
@@ -387,6 +449,9 @@ def test_padding_and_other_responses_change_nothing(name, knobs):
         ("dppo", {"divergence": "kl", "bound": 0.01, "ratio_bound": 1.5}),
         ("clip_cov", {"clip_low": 0.1, "clip_high": 0.5}),
         ("kl_cov", {"coef": 3.0}),
+        ("luspo", {"clip_low": 0.1, "clip_high": 0.5}),
+        ("dis", {"clip_low": 0.1, "clip_high": 0.5}),
+        ("vespo", {"power_positive": 1.0, "decay_positive": 1.0, "power_negative": 1.0, "decay_negative": 1.0}),
     ],
 )
 def test_the_component_hands_every_knob_on(name, knobs):

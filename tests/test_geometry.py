@@ -256,6 +256,15 @@ def test_correction_weights_by_hand(kind, level, expected):
     assert bool(raw.isfinite().all() and used.isfinite().all())
 
 
+def test_the_bounds_of_a_mask_need_not_be_reciprocal():
+    weights = torch.tensor([[4.0, 0.6, 0.4, 6.0]])
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    _, used = correction_weights(weights.log(), torch.zeros(1, 4), mask, "mask", "token", 5.0, 0.5)
+    torch.testing.assert_close(used, torch.tensor([[4.0, 0.6, 0.0, 0.0]]))
+    _, used = correction_weights(weights.log(), torch.zeros(1, 4), mask, "mask", "token", 5.0)
+    torch.testing.assert_close(used, torch.tensor([[4.0, 0.6, 0.4, 0.0]]))  # 1 / 5 below
+
+
 def test_a_response_far_from_the_trainers_policy_is_left_out_as_a_whole():
     mask = torch.ones(2, 3, dtype=torch.bool)
     logprobs = torch.tensor([[0.3, 0.3, 0.3], [0.3, 0.0, 0.0]])  # products e^0.9 and e^0.3

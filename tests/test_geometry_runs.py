@@ -15,7 +15,9 @@ from cct.training.minibatches import PolicyBatch
 COVARIANCE = ["geometry={use: kl_cov, share: 0.2, coef: 5}", "training.epochs=2"]
 
 
-@pytest.mark.parametrize("name", ["gspo", "gmpo", "policy_gradient", "cispo", "sapo", "topr", "dppo", "clip_cov", "kl_cov"])
+@pytest.mark.parametrize(
+    "name", ["gspo", "gmpo", "policy_gradient", "cispo", "sapo", "topr", "dppo", "clip_cov", "kl_cov", "dis", "vespo", "luspo"]
+)
 def test_every_geometry_trains_two_iterations(name, tmp_path):
     folder = run(tiny("grpo", f"geometry={name}", "evidence.0.pattern=(.)"), tmp_path)
     events = RunFolder(folder).metrics

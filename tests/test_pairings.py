@@ -12,7 +12,7 @@ from cct.transport import Transport, transports
 
 
 def test_every_part_declares_its_grain():
-    assert {name for name in geometries.names() if geometries[name].grain == "sequence"} == {"gspo", "gmpo"}
+    assert {name for name in geometries.names() if geometries[name].grain == "sequence"} == {"gspo", "gmpo", "luspo"}
     for name in geometries.names():
         form = geometries[name].token_form
         assert bool(form) == (geometries[name].grain == "sequence")
@@ -21,7 +21,7 @@ def test_every_part_declares_its_grain():
     assert transports["gae"]().whitens == "token" and transports["gae"](whiten=False).whitens is None
 
 
-@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "luspo"])
 @pytest.mark.parametrize("transport", ["comp_gae", "gae"])
 def test_a_geometry_that_would_erase_token_level_credit_is_refused_with_those_that_keep_it(tmp_path, name, transport):
     found = the_problem(over(tmp_path, f"transport: {transport}\ngeometry: {{use: {name}, aggregation: sequence_mean}}"))

@@ -63,15 +63,15 @@ class Agent(nn.Module):
         self.logits_at_once = logits_at_once or max(1, LOGITS_AT_ONCE // actor.config.get_text_config().vocab_size)
         self._head = (plain_head(actor),)  # in a tuple, or it would be a part of this module a second time
 
-    def like(self, other: PreTrainedModel) -> Agent:
-        """Another actor read in the same way, without a critic."""
+    def like(self, other: PreTrainedModel, *, share: bool = True) -> Agent:
+        """Another actor read in the same way, without a critic. share: prompts too, where this one shares them."""
         return Agent(
             other,
             None,
             self.temperature,
             bf16=self.bf16,
             logits_at_once=self.logits_at_once,
-            share=self.share,
+            share=self.share and share,
             window=self.window,
         )
 

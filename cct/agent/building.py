@@ -80,6 +80,18 @@ def build(
     return agent, tokenizer, reference
 
 
+def teacher(
+    recipe: Recipe, report: Callable[[int, int, float], None] = lambda *_: None, say: Callable[[str], None] = print
+) -> PreTrainedModel | None:
+    """The recipe's frozen teacher, None where it has none. report, say: as of `build`, which has compared the vocabularies."""
+    if recipe.teacher is None:
+        return None
+    with of_recipe():
+        model, _ = warm_start(recipe.teacher, recipe.task, recipe.seed, report, say, recipe.environment)
+    without_dropout(model).requires_grad_(False).eval()
+    return model
+
+
 def sharing(recipe: Recipe, actor: PreTrainedModel) -> tuple[bool | Literal["auto"], int | None]:
     """Whether prompts are shared, and within sequences of what length. Raises RecipeError where they cannot be and must."""
     wanted = recipe.training.share_prefix

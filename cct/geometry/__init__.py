@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         cispo_loss,
         clip_cov_loss,
         correction_weights,
+        dis_loss,
         dppo_loss,
         gmpo_loss,
         gspo_loss,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         sapo_loss,
         token_covariances,
         topr_loss,
+        vespo_loss,
     )
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "cispo_loss",
     "clip_cov_loss",
     "correction_weights",
+    "dis_loss",
     "dppo_loss",
     "gmpo_loss",
     "gspo_loss",
@@ -55,6 +58,7 @@ __all__ = [
     "sapo_loss",
     "token_covariances",
     "topr_loss",
+    "vespo_loss",
 ]
 
 

@@ -34,7 +34,7 @@ class Geometry(Component):
     gate or reference model then needs no forward before the update."""
     correction: Literal["none", "truncate", "mask"] = "none"
     """Weight the policy term of the loss by the ratio of the trainer's to the engine's probability of what was sampled.
-    truncate: the ratio, capped at the bound (Yao et al. 2025, truncated importance sampling). mask: 0 outside [1 / bound,
+    truncate: the ratio, capped at the bound (Yao et al. 2025, truncated importance sampling). mask: 0 outside [lower,
     bound]. The weight corrects for the engine, not for the policy's change. The KL in the loss keeps its weight, as in verl and
     TRL."""
     correction_level: Literal["token", "sequence"] = "token"
@@ -42,6 +42,9 @@ class Geometry(Component):
     weight per row, since a forward sees one row."""
     correction_bound: float = Field(2.0, gt=1, le=1000)
     """Upper bound on the weight."""
+    correction_lower: float | None = Field(None, gt=0, le=1)
+    """With `mask`, the weight below which a token counts nothing; null is 1 / correction_bound (IcePop, arXiv 2510.18855,
+    sets both bounds)."""
     kl_coef: float = Field(0.0, ge=0, le=100)
     """Weight of the KL to the starting policy in the loss; with 0, no reference model is kept for it."""
     kl_in_reward: float = Field(0.0, ge=0, le=100)
@@ -62,6 +65,8 @@ class Geometry(Component):
             idle["constant"] = f"aggregation: {self.aggregation} does not divide by it"
         if self.correction == "none":
             idle |= dict.fromkeys(("correction_level", "correction_bound"), "correction is none")
+        if self.correction != "mask":
+            idle["correction_lower"] = f"correction is {self.correction}, and only mask has a lower bound"
         if not self.kl_coef:
             idle["kl_gradient"] = "kl_coef is 0, so there is no KL in the loss"
             if not self.kl_in_reward:

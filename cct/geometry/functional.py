@@ -246,6 +246,58 @@ def dppo_loss(
     return -weight * advantages * _at(mask, logprobs), _metrics(log_ratio, stopped)
 
 
+@operator
+def dis_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.3,
+    clip_high: float = 5.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg(f(rho)) A log pi, with f(rho) = rho where 1 - clip_low < rho < 1 + clip_high, and 0 elsewhere.
+
+    Arguments, returns and masks as `ppo_clip_loss`; old_logprobs are the engine's; `clip_fraction` is the share with f = 0.
+    Source: direct double-sided importance sampling of SAO, 2026, arXiv 2607.07508, bounds 0.3 and 5 (mathematics), 0.8 and 3
+    (code). That f carries no gradient is ours: f A log pi has no other use of one.
+    Pitfall: a token that left the range has no gradient, in whichever direction its advantage points: nothing pulls it back.
+    """
+    log_ratio, ratio = _ratio(logprobs, old_logprobs, mask)
+    outside = (ratio <= 1 - clip_low) | (ratio >= 1 + clip_high)
+    weight = ratio.detach().masked_fill(outside, 0.0)
+    return -weight * _at(mask, advantages) * _at(mask, logprobs), _metrics(log_ratio, outside)
+
+
+@operator
+def vespo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    power_positive: float = 2.0,
+    decay_positive: float = 3.0,
+    power_negative: float = 3.0,
+    decay_negative: float = 2.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-sg(phi(W)) A log pi, with phi(W) = W^k exp(lambda (1 - W)) and W the product of the response's ratios.
+
+    k and lambda: power_positive and decay_positive where A >= 0, power_negative and decay_negative elsewhere. phi(1) = 1.
+    Arguments, returns and masks as `ppo_clip_loss`; `clip_fraction` is 0. W is kept within e^-20 and e^20.
+    Source: VESPO, Shen et al. 2026, arXiv 2602.10693, and its authors' code. There A is one number per response.
+    Pitfall: W is no mean, so over a long response it leaves 1 quickly, and phi falls to 0 on both sides. phi has its maximum at
+    k / lambda, where with k < lambda a response that became rarer weighs more than 1.
+    """
+    log_ratio, _ = _ratio(logprobs, old_logprobs, mask)
+    advantages = _at(mask, advantages)
+    log_weight = log_ratio.detach().sum(1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    good = advantages >= 0
+    power, decay = (torch.where(good, *pair) for pair in ((power_positive, power_negative), (decay_positive, decay_negative)))
+    phi = (power * log_weight + decay * (1 - log_weight.exp())).exp()
+    return -phi * advantages * _at(mask, logprobs), _metrics(log_ratio, torch.zeros_like(mask))
+
+
 @torch.no_grad()
 @operator
 def token_covariances(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -425,12 +477,14 @@ def correction_weights(
     kind: Literal["none", "truncate", "mask"],
     level: Literal["token", "sequence"],
     bound: float,
+    lower: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Importance of what an engine sampled under the trainer's policy: raw, and as it weighs the loss, both [B, T].
 
     w = p_trainer / p_engine of the token, or of the whole row, which may be one of several of an episode. truncate:
-    min(w, bound). mask: w, and 0 outside [1 / bound, bound]. none: 1. Raw weights are 1 where masked. (Yao et al. 2025, "Your
-    efficient RL framework secretly brings you off-policy RL training".)
+    min(w, bound). mask: w, and 0 outside [lower, bound]; lower None is 1 / bound. none: 1. Raw weights are 1 where masked.
+    Sources: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (truncate); IcePop, 2025,
+    arXiv 2510.18855 (mask with two bounds).
     """
     log_ratio = (logprobs - rollout_logprobs).masked_fill(~mask, 0.0)
     if level == "sequence":
@@ -439,5 +493,5 @@ def correction_weights(
     if kind == "truncate":
         return raw, raw.clamp(max=bound)
     if kind == "mask":
-        return raw, raw.masked_fill((raw > bound) | (raw < 1 / bound), 0.0)
+        return raw, raw.masked_fill((raw > bound) | (raw < (1 / bound if lower is None else lower)), 0.0)
     return raw, torch.ones_like(raw)

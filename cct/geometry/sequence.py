@@ -53,6 +53,24 @@ class GSPO(_GSPO):
         return gspo_loss(logprobs, old_logprobs, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
 
 
+@geometries.register("luspo")
+class LUSPO(GSPO):
+    """GSPO's objective times the length of the response (Liu et al. 2026), so that a long one moves the policy as a short one.
+
+    Mean over responses of |y| min(s A, clip(s) A): the sum over tokens of the loss that GSPO takes the mean of. Source: arXiv
+    2602.05261, bounds of its section 5.1. The loss grows with the length, and so does the step before it is clipped.
+    """
+
+    aggregation: Aggregation = "sequence_sum_over_constant"
+    """The source sums over tokens (`sequence_sum_over_constant` with a constant of 1); `sequence_mean` is GSPO."""
+    constant: float = Field(1.0, gt=0)
+    """Divisor per response of `sequence_sum_over_constant`; 1 in the source. The maximum length keeps GSPO's scale."""
+    clip_low: float = Field(2e-3, ge=0, le=1)
+    """With a negative advantage, the ratio counts no lower than 1 - clip_low."""
+    clip_high: float = Field(2.5e-3, ge=0, le=10)
+    """With a positive advantage, the ratio counts no higher than 1 + clip_high."""
+
+
 @geometries.register("gspo_token")
 class GSPOToken(_GSPO):
     """GSPO with an advantage per token: the value of the response's ratio, the gradient of the token's."""

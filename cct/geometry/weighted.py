@@ -119,3 +119,67 @@ class DPPO(Geometry):
         return dppo_loss(
             logprobs, old_logprobs, advantages, mask, divergence=self.divergence, bound=bound, ratio_bound=self.ratio_bound
         )
+
+
+@geometries.register("dis")
+class DIS(Geometry):
+    """Direct double-sided importance sampling (SAO, 2026): the ratio to the engine, and no gradient outside its range.
+
+    Unlike PPO's clip it drops a token on either side, whatever the sign of its advantage. Source: arXiv 2607.07508.
+    """
+
+    ratio_to: Literal["trainer", "engine"] = "engine"
+    """Old log-probabilities in the ratio; the source has those of the engine, which also corrects for it. trainer: from the
+    trainer's forward."""
+    clip_low: float = Field(0.3, ge=0, le=1)
+    """A token whose ratio is at most 1 - clip_low gets no gradient. The source has 0.3 for mathematics, 0.8 for code."""
+    clip_high: float = Field(5.0, gt=0, le=1000)
+    """A token whose ratio is at least 1 + clip_high gets no gradient. The source has 5 for mathematics, 3 for code."""
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {
+            "clip": "a token outside the range counts nothing, so one that moved against its advantage is not pulled back",
+            "precision": "it drops tokens at its bounds, and rounding puts a token on the other side of them",
+        }
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from .functional import dis_loss
+
+        return dis_loss(logprobs, old_logprobs, advantages, mask, clip_low=self.clip_low, clip_high=self.clip_high)
+
+
+@geometries.register("vespo")
+class VESPO(Geometry):
+    """Policy gradient weighted by a smooth function of the whole response's ratio, 1 where nothing moved (Shen et al. 2026).
+
+    W^k exp(lambda (1 - W)), with W the product of the ratios and k and lambda by the sign of the advantage. Source: arXiv
+    2602.10693; its W is to the policy that sampled, which `ratio_to: engine` gives. In an episode of several rows, the row's.
+    """
+
+    power_positive: float = Field(2.0, ge=0, le=100)
+    """k where the advantage is not negative: how fast a response that became rarer stops counting."""
+    decay_positive: float = Field(3.0, ge=0, le=100)
+    """lambda where the advantage is not negative: how fast a response that became more frequent stops counting."""
+    power_negative: float = Field(3.0, ge=0, le=100)
+    """k where the advantage is negative."""
+    decay_negative: float = Field(2.0, ge=0, le=100)
+    """lambda where the advantage is negative."""
+
+    @property
+    def weighs(self) -> RatioScope:
+        return frozenset({"own", "later"})
+
+    @property
+    def waives(self) -> dict[str, str]:
+        return {"weight": "its weight is greatest at a ratio of power / decay, and there above 1"}
+
+    def surrogate(
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, marked: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from .functional import vespo_loss
+
+        names = ("power_positive", "decay_positive", "power_negative", "decay_negative")
+        return vespo_loss(logprobs, old_logprobs, advantages, mask, **{name: getattr(self, name) for name in names})

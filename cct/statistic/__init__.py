@@ -4,11 +4,12 @@ from . import attention, token  # noqa: F401  (registration)
 from .attention import Anchor, Concentration, OutcomeAttention, Preplan
 from .base import LayerStatistic, Statistic, statistics
 from .forward import Attention, Forward
-from .token import HiddenChange, TokenEntropy, TokenLogprob
+from .token import Collision, HiddenChange, TokenEntropy, TokenLogprob
 
 __all__ = [
     "Anchor",
     "Attention",
+    "Collision",
     "Concentration",
     "Forward",
     "HiddenChange",

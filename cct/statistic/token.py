@@ -38,6 +38,16 @@ class TokenLogprob(Statistic):
         return forward.logprobs
 
 
+@statistics.register("collision")
+class Collision(Statistic):
+    """Sum of squared probabilities of the distribution that token t is drawn from: the chance that two draws agree."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"distribution"})
+
+    def measure(self, forward: Forward) -> Tensor:
+        return (2 * forward.distribution).logsumexp(-1).exp()
+
+
 @statistics.register("hidden_change")
 class HiddenChange(LayerStatistic):
     """Distance of the hidden state that emits token t from the one before, mean over layers; 0 if there is none before."""

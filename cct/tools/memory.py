@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cct.agent.agent import Agent
-from cct.policy import LoRA
+from cct.policy import LoRA, Policy
 from cct.policy.attention import tappable
 from cct.recipe import Recipe
 
@@ -54,6 +54,8 @@ class Footprint:
     cache_per_token: int
     """Elements that one token takes in the cache of keys and values."""
     vocabulary: int
+    teacher: int = 0
+    """Bytes of the frozen teacher."""
     read: Peak = Peak()
     """The behaviour forward; what is left is the trace that the critic learns from."""
     critic_pass: Peak = Peak()
@@ -114,7 +116,7 @@ def footprint(recipe: Recipe, config: Any, prompt: int, width: int, *, accumulat
     pass, and are not counted as made in it.
     """
     training, text = recipe.training, config.get_text_config()
-    dtype = _dtype(recipe, config)
+    dtype = _dtype(recipe.policy, config)
     rows = training.rows_per_forward(prompt + width)
     with _Fake():
         actor = tappable(AutoModelForCausalLM.from_config(config, dtype=dtype))
@@ -163,6 +165,7 @@ def footprint(recipe: Recipe, config: Any, prompt: int, width: int, *, accumulat
             largest=max(*direct, count(actor.base_model) // text.num_hidden_layers),
             cache_per_token=2 * text.num_hidden_layers * heads * head_dim,
             vocabulary=text.vocab_size,
+            teacher=_bytes(recipe.teacher, recipe.alphabet) if recipe.teacher is not None else 0,
             **passes,
         )
 
@@ -179,9 +182,16 @@ def sizes(recipe: Recipe, config: Any) -> dict[str, int]:
         return {name: sum(p.numel() for p in part.build(actor, (0.0, 1.0)).parameters()) for name, part in parts.items()}
 
 
-def _dtype(recipe: Recipe, config: Any) -> torch.dtype:
-    """Of the trainer's weights; bf16 precision computes beside them."""
-    named = getattr(recipe.policy, "dtype", "float32")
+def _bytes(policy: Policy, alphabet: str) -> int:
+    """Of a model's weights."""
+    config = policy.config(alphabet=alphabet)
+    model = AutoModelForCausalLM.from_config(config, dtype=_dtype(policy, config))
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _dtype(policy: Policy, config: Any) -> torch.dtype:
+    """Of a model's weights; bf16 precision computes beside them."""
+    named = getattr(policy, "dtype", "float32")
     stored = getattr(config, "dtype", None)
     return (stored if isinstance(stored, torch.dtype) else torch.float32) if named == "auto" else getattr(torch, named)
 

@@ -164,6 +164,8 @@ def _standing(recipe: Recipe, foot: Footprint) -> dict[str, int]:
     }
     if recipe.needs("reference"):
         standing["reference model"] = foot.actor * foot.weight_bytes
+    if foot.teacher:
+        standing["teacher"] = foot.teacher
     if strategy in ("auto", "ddp") and processes > 1:
         standing["communication"] = learning * foot.weight_bytes
     elif deepspeed:
@@ -432,6 +434,7 @@ def _advice(recipe: Recipe, found: Plan) -> str:
     remedy = {
         "weights": "training.strategy: deepspeed_3, policy.lora, or more GPUs",
         "reference model": "geometry.kl_coef: 0, or another model",
+        "teacher": "a smaller teacher, or its dtype: bfloat16",
         "gradients": "training.strategy: deepspeed_2 or policy.lora",
         "optimizer states": "training.strategy: deepspeed_1, training.offload: optimizer, policy.lora, or more GPUs",
         "activations": "training.micro_batch_size, training.gradient_checkpointing: true, or generation.max_new_tokens",

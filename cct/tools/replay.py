@@ -146,6 +146,12 @@ def _credit(transport: Transport, name: str, rollout: Rollout, recipe: Recipe, i
         raise RecipeError(f"{where} needs values, and the run had no critic, so its rollouts hold none")
     if "reference" in transport.needs and rollout.reference_logprobs is None:
         raise RecipeError(f"{where} needs the reference's log-probabilities, which the run did not store")
+    if "teacher" in transport.needs and rollout.teacher_logprobs is None:
+        raise RecipeError(f"{where} needs the teacher's log-probabilities, and the run had no teacher")
+    if "history" in transport.needs and rollout.prompt_values is None:
+        raise RecipeError(f"{where} needs values of prompts over iterations, which the run did not track")
+    if "components" in transport.needs and not rollout.weights:
+        raise RecipeError(f"{where} needs the rewards of each evidence, which the run did not store; `gdpo` stores them")
     if "groups" in transport.needs and recipe.training.responses_per_prompt < 2:
         raise RecipeError(f"{where} compares responses to one prompt, but the run sampled only one per prompt")
     for missing, what in transport.statistics.items():

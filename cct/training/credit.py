@@ -31,37 +31,36 @@ from cct.transport.functional import join, jointly, masked_mean_std
 
 from .plans import Plan, forward_plans, or_any, trimmed
 from .processes import Ranks
-from .rows import OBSERVED, Row
+from .rows import OBSERVED, Row, scores_by_prompt, with_components
 from .sampler import Sampler
 
 # Share of the old running mean and deviation of a statistic kept at each iteration: follows the policy within ~10 iterations.
 MOMENTS_DECAY = 0.9
 
 
-def random_order(recipe: Recipe, iteration: int, rows: Sequence[Row]) -> list[list[int]]:
-    """Minibatches of an iteration's rows, as numbers in sampling order: random episodes, each with all its rows."""
-    of_episode: dict[int, list[int]] = {}
-    for number, row in enumerate(rows):
-        of_episode.setdefault(row.episode, []).append(number)
-    generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "order", iteration))
-    episodes, size = list(of_episode.values()), recipe.training.minibatch_size
-    order = [episodes[number] for number in torch.randperm(len(episodes), generator=generator).tolist()]
-    return [[number for rows in order[start : start + size] for number in rows] for start in range(0, len(order), size)]
-
-
 class Estimator:
-    """A recipe's steps from rows to credit. Its state is the running moments of the statistics that gates read."""
+    """A recipe's steps from rows to credit. Its state is the running moments of the statistics that gates read, and what the
+    transport remembers of each prompt."""
 
-    def __init__(self, recipe: Recipe, agent: Agent, reference: PreTrainedModel | None = None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        agent: Agent,
+        reference: PreTrainedModel | None = None,
+        teacher: PreTrainedModel | None = None,
+    ):
         self.recipe, self.agent = recipe, agent
-        self.reference = agent.like(reference) if reference is not None else None
+        self.frozen = {"reference_logprobs": agent.like(reference)} if reference is not None else {}
+        if teacher is not None:
+            self.frozen["teacher_logprobs"] = agent.like(teacher, share=False)
         self.moments: dict[str, tuple[float, float]] = {}
+        self.history: dict[str, tuple[float, float]] = {}
 
     @property
     def reads(self) -> bool:
         """Whether the behaviour forward gives something that neither the update's forward nor the engine does."""
         recipe, geometry, training = self.recipe, self.recipe.geometry, self.recipe.training
-        if recipe.statistics or recipe.transport.reads_policy or recipe.critic is not None or self.reference is not None:
+        if recipe.statistics or recipe.transport.reads_policy or recipe.critic is not None or self.frozen:
             return True
         responses = training.epochs * training.prompts_per_iteration * training.responses_per_prompt
         single_step = responses == training.minibatch_size and not geometry.marks
@@ -96,6 +95,11 @@ class Estimator:
             seed=derive_seed(self.recipe.seed, "transport", iteration),
             **(self._of_episodes(rows, turns) if self.recipe.environment is not None else {}),
         )
+        if self.recipe.needs("components"):
+            rollout = with_components(rollout, rows, self.recipe.evidence)
+        if self.recipe.needs("history"):
+            expected = [self.recipe.transport.expected(self.history.get(row.key)) for row in rows]
+            rollout = rollout.replace(prompt_values=rewards.new_tensor(expected).to(device))
         if "exact_values" not in self.recipe.task.provides:
             return rollout
         return with_exact_values(rollout, self.agent, tokenizer, [row.prompt for row in rows], [row.response for row in rows])
@@ -176,13 +180,13 @@ class Estimator:
             size = self.recipe.training.minibatch_size
             cuts = [len(part) for part in torch.arange(len(rollout.mask)).split(size)]
             plan = forward_plans([(rollout, cuts)], self.recipe.training, ranks.world, self.agent.share)[0]
-        width, readings, reference = rollout.mask.shape[1], [], []
+        width, readings, frozen = rollout.mask.shape[1], [], {name: list[Tensor]() for name in self.frozen}
         for rows, _ in map(or_any, plan[ranks.rank]):
             columns, narrow = trimmed(rollout, rows)
             ids, attention_mask = rollout.input_ids[rows, columns], rollout.attention_mask[rows, columns]
             readings.append(self.agent(ids, attention_mask, narrow, statistics=self.recipe.statistics, with_critic=True))
-            if self.reference is not None:
-                reference.append(self.reference(ids, attention_mask, narrow, with_entropy=False).logprobs)
+            for name, model in self.frozen.items():
+                frozen[name].append(model.to(ids.device)(ids, attention_mask, narrow, with_entropy=False).logprobs)
         shares = [torch.tensor([row for rows in of_rank for row in rows]) for of_rank in plan]
 
         def join(parts: Iterable[Tensor], width: int = width) -> Tensor:
@@ -194,7 +198,7 @@ class Estimator:
         read = rollout.replace(
             logprobs=join(reading.logprobs for reading in readings),
             stats={**stats, "entropy": join(reading.entropy for reading in readings)},
-            reference_logprobs=join(reference) if reference else None,
+            **{name: join(parts) for name, parts in frozen.items()},  # type: ignore[arg-type]
         )
         if self.agent.critic is not None:
             values = join((reading.values for reading in readings), width + 1)
@@ -212,6 +216,7 @@ class Estimator:
             f"engine '{recipe.generation.use}' (log-probabilities)": rollout.rollout_logprobs,
             "policy (entropy)": rollout.stats.get("entropy"),
             "reference policy (log-probabilities)": rollout.reference_logprobs,
+            "teacher (log-probabilities)": rollout.teacher_logprobs,
         }
         given |= {f"statistic '{name}' ({type(x).__name__})": rollout.stats[name] for name, x in recipe.statistics.items()}
         with attributed_to("policy", iteration):
@@ -270,8 +275,11 @@ class Estimator:
             )
         return credit
 
-    def remember(self, rollout: Rollout) -> None:
-        """Add a finished iteration to the running moments of later ones."""
+    def remember(self, rollout: Rollout, rows: Sequence[Row] = ()) -> None:
+        """Add a finished iteration to the running moments of later ones, and to what is known of its prompts."""
+        if self.recipe.needs("history"):
+            for key, scores in scores_by_prompt(rows, rollout.scores.tolist(), rollout.valid.tolist()).items():
+                self.history[key] = self.recipe.transport.remembered(self.history.get(key), scores)
         for name in self.recipe.statistics:
             new = tuple(float(x) for x in masked_mean_std(rollout.stats[name], rollout.mask))
             old = self.moments.get(name, new)

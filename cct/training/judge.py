@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,8 @@ from typing import Any
 from cct.errors import TrainingStopped
 from cct.evidence import Evidence, Failure, Verdict, plain, verdicts
 from cct.rollout import Prompt, Response
+
+from .rows import names
 
 # From this share of failures on, people are shown a line about it; below it is in the metrics only.
 LARGE_SHARE = 0.1
@@ -111,6 +114,13 @@ def _per_token(part: Evidence, verdict: Verdict, tokens: int) -> list[float] | F
     return Failure(outside) if outside else rewards
 
 
+def score_all(
+    evidence: Sequence[Evidence], prompts: Sequence[Prompt], responses: Sequence[Response], failures: Failures, iteration: int
+) -> list[list[list[float] | None]]:
+    """`scores` by each evidence."""
+    return [scores(part, prompts, responses, failures, iteration) for part in evidence]
+
+
 def weigh(
     evidence: Sequence[Evidence], scored: Sequence[Sequence[list[float] | None]], responses: Sequence[Response]
 ) -> tuple[list[list[float]], list[bool]]:
@@ -129,11 +139,23 @@ def weigh(
     return rewards, keep
 
 
+def apart(
+    evidence: Sequence[Evidence], scored: Sequence[Sequence[list[float] | None]], responses: Sequence[Response]
+) -> list[dict[str, list[float]]]:
+    """Of each response its rewards per token by each evidence, unweighted: NaN where it abstained, 0 where judging failed."""
+    found: list[dict[str, list[float]]] = [{} for _ in responses]
+    for name, rows in zip(names(evidence), scored, strict=True):
+        for number, row in enumerate(rows):
+            filler = 0.0 if row is None else math.nan
+            found[number][name] = row or [filler] * len(responses[number].tokens)
+    return found
+
+
 def judge(
     evidence: Sequence[Evidence], prompts: Sequence[Prompt], responses: Sequence[Response], iteration: int = 0
 ) -> tuple[list[list[float]], list[bool], Failures]:
     """Weighted rewards per token of each response, whether to keep it, and what failed or abstained how often."""
     failures = Failures()
-    scored = [scores(part, prompts, responses, failures, iteration) for part in evidence]
+    scored = score_all(evidence, prompts, responses, failures, iteration)
     rewards, keep = weigh(evidence, scored, responses)
     return rewards, keep, failures

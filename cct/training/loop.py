@@ -17,10 +17,10 @@ from cct.policy.checkpoints import STATE
 from cct.recipe import Recipe
 from cct.rollout import Credit, Rollout, Trace, derive_seed
 
-from .credit import Estimator, random_order
+from .credit import Estimator
 from .evaluation import evaluate
 from .metrics import rollout_metrics, statistic_metrics
-from .minibatches import Batch, CriticBatch, CriticData, origin_of, passes, policy_batches
+from .minibatches import Batch, CriticBatch, CriticData, origin_of, passes, policy_batches, random_order
 from .plans import Plan, forward_plans
 from .processes import Ranks
 from .rows import Row, episode_metrics
@@ -54,10 +54,11 @@ class Loop(Updates):
         tokenizer: PreTrainedTokenizerBase,
         reference: PreTrainedModel | None,
         say: Callable[[str], None] = lambda line: None,  # called with what a person should see
+        teacher: PreTrainedModel | None = None,
     ):
         super().__init__(recipe, agent)
         self.say, self.sampler = say, Sampler(recipe, agent.actor, tokenizer, say=say)
-        self.estimator = Estimator(recipe, agent, reference)
+        self.estimator = Estimator(recipe, agent, reference, teacher)
         self.past: list[CriticData] = []  # what the critic goes on learning from, the newest iteration first
         self.on_stage: Callable[[str], None] = lambda stage: None
         self.before_update: Callable[[Sequence[Sequence[Batch]]], None] = lambda minibatches: None
@@ -115,7 +116,7 @@ class Loop(Updates):
         clock.begin("update")
         for minibatch in steps:
             self.update(minibatch)
-        self.remember(seen, credit, cuts)
+        self.remember(seen, rows, credit, cuts)
         metrics |= self.update_metrics() | sampler.counts()
 
         # The engine gets the new weights.
@@ -145,9 +146,9 @@ class Loop(Updates):
             batches += data.batches(its_plan[rank], data.traces(self.agent, its_plan[rank]))
         return batches
 
-    def remember(self, rollout: Rollout, credit: Credit, cuts: Sequence[int]) -> None:
-        """Add a finished iteration to the running moments and to the critic's window."""
-        self.estimator.remember(rollout)
+    def remember(self, rollout: Rollout, rows: Sequence[Row], credit: Credit, cuts: Sequence[int]) -> None:
+        """Add a finished iteration to the estimator's state and to the critic's window."""
+        self.estimator.remember(rollout, rows)
         window = self.recipe.training.critic_window
         if credit.value_targets is not None and window > 1:
             self.past = [CriticData.of(rollout, credit.value_targets, cuts), *self.past][: window - 1]
@@ -175,11 +176,13 @@ class Loop(Updates):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         past = [{name: x.cpu() for name, x in data.tensors.items()} for data in self.past]
-        checkpoint[STATE] = {"moments": self.estimator.moments, "lessons": past, "lessons_of": origin_of(self.recipe)}
+        state = {"moments": self.estimator.moments, "history": self.estimator.history}
+        checkpoint[STATE] = state | {"lessons": past, "lessons_of": origin_of(self.recipe)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state, device = checkpoint[STATE], self.agent.actor.device
         self.estimator.moments, past = state["moments"], state.get("lessons", [])
+        self.estimator.history = state.get("history", {})
         if past and state.get("lessons_of") != origin_of(self.recipe):
             self.say(f"the critic's window starts empty: its {len(past)} earlier iterations are from another recipe")
             past = []

@@ -21,6 +21,18 @@ from cct.tensors import as_mask
 from cct.transport.functional import join
 
 from .plans import or_any, trimmed
+from .rows import Row
+
+
+def random_order(recipe: Recipe, iteration: int, rows: Sequence[Row]) -> list[list[int]]:
+    """Minibatches of an iteration's rows, as numbers in sampling order: random episodes, each with all its rows."""
+    of_episode: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        of_episode.setdefault(row.episode, []).append(number)
+    generator = torch.Generator().manual_seed(derive_seed(recipe.seed, "order", iteration))
+    episodes, size = list(of_episode.values()), recipe.training.minibatch_size
+    order = [episodes[number] for number in torch.randperm(len(episodes), generator=generator).tolist()]
+    return [[number for rows in order[start : start + size] for number in rows] for start in range(0, len(order), size)]
 
 
 @dataclass
@@ -138,6 +150,7 @@ def correction(rollout: Rollout, geometry: Geometry) -> tuple[Tensor, Tensor]:
         geometry.correction,
         geometry.correction_level,
         geometry.correction_bound,
+        geometry.correction_lower,
     )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 
-from cct.rollout import Prompt, Response
+from cct.evidence import Evidence
+from cct.rollout import Prompt, Response, Rollout
 
 OBSERVED = -1  # the turn of a token that the policy did not emit
 
@@ -36,8 +39,17 @@ class Sampled:
     keep: bool = True
     """False where the environment failed under `on_error: drop`, or the episode could not begin."""
 
-    def rows(self, rewards: Sequence[float], keep: bool, number: int, group: int, iteration: int) -> list[Row]:
-        """As rows of a rollout, once it is judged. number: of the episode in its iteration. group: of its prompt."""
+    def rows(
+        self,
+        rewards: Sequence[float],
+        keep: bool,
+        number: int,
+        group: int,
+        iteration: int,
+        components: Mapping[str, Sequence[float]] | None = None,
+    ) -> list[Row]:
+        """As rows of a rollout, once it is judged. number: of the episode in its iteration. group: of its prompt. components:
+        rewards by each evidence."""
         found, first = list[Row](), 0
         for order, span in enumerate(self.spans):
             row = Row(
@@ -55,6 +67,7 @@ class Sampled:
                 first,
                 tuple(span.tokens),
                 tuple(span.turns),
+                {name: tuple(numbers) for name, numbers in (components or {}).items()},
             )
             first += len(row.emitted)
             found.append(row)
@@ -91,6 +104,8 @@ class Row:
     """All that follow the prompt, observations included; where none are given, those of the response."""
     turns: tuple[int, ...] = ()
     """Of each of them its turn, `OBSERVED` where the policy did not emit it; where none are given, all are of turn 0."""
+    components: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """Like the rewards, by each evidence, where a part asks for them."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -109,12 +124,53 @@ class Row:
     @property
     def own_rewards(self) -> tuple[float, ...]:
         """Of the tokens that the policy emitted in this row."""
-        return self.rewards[self.first : self.first + len(self.emitted)]
+        return self.of_row(self.rewards)
+
+    def of_row(self, numbers: tuple[float, ...]) -> tuple[float, ...]:
+        """Of one number per token that the policy emitted in the episode, those of this row."""
+        return numbers[self.first : self.first + len(self.emitted)]
+
+    @property
+    def key(self) -> str:
+        """The task's prompt and its answer, as a digest."""
+        prompt = self.asked or self.prompt
+        return sha256(repr((prompt.written, prompt.answer)).encode()).hexdigest()[:32]
 
     @property
     def logprobs(self) -> tuple[float, ...]:
         """Of the tokens that the policy emitted in this row, as the engine drew them."""
-        return self.response.logprobs[self.first : self.first + len(self.emitted)]
+        return self.of_row(self.response.logprobs)
+
+
+def names(evidence: Sequence[Evidence]) -> list[str]:
+    """Of each piece of evidence, its name in `Rollout.components`; of several with one name the place as well."""
+    often = Counter(part.use for part in evidence)
+    return [f"evidence/{part.use}" + f"/{n}" * (often[part.use] > 1) for n, part in enumerate(evidence)]
+
+
+def with_components(rollout: Rollout, rows: Sequence[Row], evidence: Sequence[Evidence]) -> Rollout:
+    """The rollout with the rewards of its rows by each evidence, and their weights."""
+    import torch
+
+    weights = {name: part.weight for name, part in zip(names(evidence), evidence, strict=True)}
+    components = {name: torch.zeros(rollout.mask.shape) for name in weights}
+    for name, of_rows in components.items():
+        for number, row in enumerate(rows):
+            of_rows[number, row.emitted] = torch.tensor(row.of_row(row.components[name]))
+    found = {name: x.to(rollout.rewards.device) for name, x in components.items()}
+    return rollout.replace(components=rollout.components | found, weights=weights)
+
+
+def scores_by_prompt(rows: Sequence[Row], scores: Sequence[float], valid: Sequence[bool]) -> dict[str, list[float]]:
+    """Scores of an iteration's episodes by the key of their prompt. scores, valid: of each row; dropped ones do not count."""
+    episodes: dict[tuple[str, int], float] = {}
+    for row, score, counts in zip(rows, scores, valid, strict=True):
+        if counts:
+            episodes[row.key, row.episode] = episodes.get((row.key, row.episode), 0.0) + score
+    found: dict[str, list[float]] = {}
+    for (key, _), score in episodes.items():
+        found.setdefault(key, []).append(score)
+    return found
 
 
 def episode_metrics(rows: Sequence[Row]) -> dict[str, float]:

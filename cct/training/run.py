@@ -15,7 +15,7 @@ from lightning.fabric.utilities.rank_zero import _get_rank
 from rich.console import Console
 from rich.table import Table
 
-from cct.agent.building import build, without_warm_start
+from cct.agent.building import build, teacher, without_warm_start
 from cct.agent.export import export, quiet, rehearse
 from cct.errors import of_recipe
 from cct.evidence import close_workers
@@ -119,7 +119,7 @@ def _loop(recipe: Recipe, run: RunFolder | None, display: Display, ending: Endin
     if run is not None:
         with writing(run.policy):
             rehearse(recipe, agent.actor, tokenizer, run.path)
-    loop = Loop(recipe, agent, tokenizer, reference, display.say)
+    loop = Loop(recipe, agent, tokenizer, reference, display.say, teacher(recipe, display.warm_start, display.say))
 
     def on_stage(stage: str) -> None:
         ending.answer()

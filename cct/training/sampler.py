@@ -17,7 +17,7 @@ from cct.recipe import Recipe
 from cct.rollout import Prompt, Response, derive_seed
 
 from .episodes import Episodes, Past
-from .judge import Failures, judge
+from .judge import Failures, apart, judge, score_all, weigh
 from .processes import Ranks
 from .rows import Row, Sampled, Span
 
@@ -109,11 +109,14 @@ class Sampler:
         seed = derive_seed(recipe.seed, "sample", iteration)
         sampled = self.respond([prompts[number // each] for number in numbers], [derive_seed(seed, n) for n in numbers])
         on_stage("evidence")
-        rewards, keep, failures = self._judge(sampled, iteration)
+        responses, failures = [one.response for one in sampled], Failures()
+        scored = score_all(recipe.evidence, [one.prompt for one in sampled], responses, failures, iteration)
+        rewards, keep = weigh(recipe.evidence, scored, responses)
+        parts = apart(recipe.evidence, scored, responses) if recipe.needs("components") else [{} for _ in sampled]
         mine = [
             row
-            for number, one, reward, kept in zip(numbers, sampled, rewards, keep, strict=True)
-            for row in one.rows(reward, kept, number, number // each, iteration)
+            for number, one, reward, kept, part in zip(numbers, sampled, rewards, keep, parts, strict=True)
+            for row in one.rows(reward, kept, number, number // each, iteration, part)
         ]
         gathered, where = ranks.gather((mine, failures)), f"iteration {iteration}"
         rows = [row for part, _ in gathered for row in part]

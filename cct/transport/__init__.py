@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import entropy, exact, gae, gate, group, reinforce, reweight, segments, traces, turns  # noqa: F401  (registration)
+from . import baselines, distill, entropy, exact, gae, gate, group, reinforce, reweight, segments, traces, turns  # noqa: F401
 from .base import Gate, Transport, Wrapper, gates, transports
 
 if TYPE_CHECKING:
     from .functional import (
         bi_level_gae,
+        decoupled_advantage,
+        distillation_advantage,
         entropy_weighted_advantage,
         explained_variance,
         explained_variance_within,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
         informative_rescale,
         lead_advantage,
         length_adaptive_lambda,
+        optimal_token_advantage,
         pass_at_k_advantage,
         retrace,
         scan,
@@ -42,6 +45,8 @@ __all__ = [
     "Transport",
     "Wrapper",
     "bi_level_gae",
+    "decoupled_advantage",
+    "distillation_advantage",
     "entropy_weighted_advantage",
     "explained_variance",
     "explained_variance_within",
@@ -54,6 +59,7 @@ __all__ = [
     "informative_rescale",
     "lead_advantage",
     "length_adaptive_lambda",
+    "optimal_token_advantage",
     "pass_at_k_advantage",
     "retrace",
     "scan",

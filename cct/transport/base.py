@@ -10,7 +10,7 @@ from cct.rollout import Credit, RatioScope
 from cct.statistic import Statistic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -102,6 +102,14 @@ class Transport(_Reader):
         """
         raise NotImplementedError
 
+    def expected(self, past: tuple[float, float] | None) -> float:
+        """Where it needs `history`: the value of a prompt, by what `remembered` gave last of it; None of a new one."""
+        raise NotImplementedError
+
+    def remembered(self, past: tuple[float, float] | None, scores: Sequence[float]) -> tuple[float, float]:
+        """Where it needs `history`: what is known of a prompt after an iteration in which its responses had these scores."""
+        raise NotImplementedError
+
 
 class Gate(_Reader):
     """A per-token discount in [0, 1], computed from what the rollout knows before each token."""
@@ -154,3 +162,9 @@ class Wrapper(Transport):
 
     def starts(self, rollout: Rollout, text_of: Callable[[int], str]) -> Tensor:
         return self.of.starts(rollout, text_of)
+
+    def expected(self, past: tuple[float, float] | None) -> float:
+        return self.of.expected(past)
+
+    def remembered(self, past: tuple[float, float] | None, scores: Sequence[float]) -> tuple[float, float]:
+        return self.of.remembered(past, scores)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _Whitened(CriticFree):
+class Whitened(CriticFree):
     """Advantages shifted and scaled over the whole batch."""
 
     unit: Literal["tokens", "responses"] = "tokens"
@@ -47,7 +47,7 @@ _WHITEN = {
 
 
 @transports.register("reinforce_pp")
-class ReinforcePP(_Whitened):
+class ReinforcePP(Whitened):
     """Discounted reward to go of each token, whitened over the batch (REINFORCE++, Hu et al. 2025).
 
     G_it = r_it + gamma G_i,t+1; A_it = (G_it - mean) / deviation, over all trainable tokens of the batch; [B, T].
@@ -79,7 +79,7 @@ class ReinforcePP(_Whitened):
 
 
 @transports.register("reinforce_pp_baseline")
-class ReinforcePPBaseline(_Whitened, Group):
+class ReinforcePPBaseline(Whitened, Group):
     """Score minus its group's mean, whitened over the batch instead of the group (REINFORCE++-baseline, Hu et al. 2025).
 
     c_i = s_i - mean of the group; A_it = (c_i - mean) / deviation, over all trainable tokens of the batch; [B, T], the

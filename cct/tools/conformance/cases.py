@@ -97,7 +97,7 @@ def fill(
     }
     there = {field.name for field in fields(Rollout)}
     truncated = truncated & mask.any(1)
-    return Rollout(
+    rollout = Rollout(
         input_ids=torch.randint(3, 20, (rows, PROMPT + width), generator=generator),
         attention_mask=torch.cat([torch.ones(rows, PROMPT), seen], 1).long(),
         mask=mask,
@@ -114,6 +114,7 @@ def fill(
         seed=seed,
         **{name: x for name, x in further.items() if name in there},  # type: ignore[arg-type]
     )
+    return rollout.replace(teacher_logprobs=-draw(rows, width), prompt_values=draw(2)[groups % 2])
 
 
 def full(rows: int, width: int, statistics: Any) -> Rollout:

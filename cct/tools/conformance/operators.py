@@ -39,10 +39,12 @@ from .watch import Meddles, NoHalf, alone, grows_linearly, identical, later, unc
 ROUNDING = 1e-4  # of the greatest number: sums of float32 in another order
 BFLOAT16 = 0.06  # of the greatest number: eight bits, through a handful of sums and a division
 CALLS = itertools.count()  # makes rollouts that no call before has seen
-NUMBERS = ("rewards", "values", "bootstrap", "logprobs", "rollout_logprobs", "reference_logprobs")
+NUMBERS = ("rewards", "values", "bootstrap", "logprobs", "rollout_logprobs", "reference_logprobs", "teacher_logprobs")
 PROVIDED = {  # what a part asks for -> the fields of a rollout that it then finds
     "values": ("values", "bootstrap"),
     "reference": ("reference_logprobs",),
+    "teacher": ("teacher_logprobs",),
+    "history": ("prompt_values",),
     "greedy": ("greedy_scores",),
     "anchors": ("anchors",),
     "environment": ("turns", "versions"),
@@ -316,7 +318,10 @@ def future(operator: Gate, case: Case) -> None:
         x[row, start:] = 5.0 - x[row, start:]
         return x
 
-    emitted = {name: changed(getattr(rollout, name), t) for name in ("logprobs", "rollout_logprobs", "reference_logprobs")}
+    emitted = {
+        name: changed(getattr(rollout, name), t)
+        for name in ("logprobs", "rollout_logprobs", "reference_logprobs", "teacher_logprobs")
+    }
     assert rollout.values is not None and rollout.bootstrap is not None
     unknown = {
         "later tokens and what was read after them": rollout.replace(

@@ -23,8 +23,9 @@ from cct.metrics import EXPLAINED
 from cct.recipe import Recipe, RecipeError
 from cct.rollout import Credit, Rollout, derive_seed
 from cct.run_folder import RunFolder
-from cct.training.credit import Estimator, random_order
+from cct.training.credit import Estimator
 from cct.training.metrics import rollout_metrics
+from cct.training.minibatches import random_order
 from cct.training.rows import Row
 from cct.training.sampler import Sampler
 

@@ -71,6 +71,8 @@ def _with(recipe: Recipe, transport: Transport, critic: Critic | None = None) ->
 
     Raises RecipeError where nothing provides what the transport needs.
     """
+    if unknown := transport.needs & {"teacher", "history"}:
+        raise RecipeError(f"transport {transport.use}: it needs {min(unknown)}, which is not there outside a run")
     critic = (critic or recipe.critic) if "values" in transport.needs else None
     plain: dict[str, object] = {"transport": transport.model_dump(), "geometry": "ppo_clip"}
     if critic is None:

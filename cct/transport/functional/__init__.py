@@ -1,5 +1,6 @@
 """Transport as pure tensor functions."""
 
+from .baselines import decoupled_advantage, distillation_advantage, optimal_token_advantage, tracked
 from .episodes import Split, join, jointly
 from .exact import agreement, exact_advantage, ranks, root_mean_square
 from .gates import (
@@ -80,6 +81,8 @@ __all__ = [
     "Unit",
     "agreement",
     "bi_level_gae",
+    "decoupled_advantage",
+    "distillation_advantage",
     "draw_marginal",
     "entropy_weighted_advantage",
     "exact_advantage",
@@ -102,6 +105,7 @@ __all__ = [
     "masked_mean_std",
     "match_mean_log",
     "next_step",
+    "optimal_token_advantage",
     "packed",
     "pass_at_k_advantage",
     "position_curve",
@@ -121,6 +125,7 @@ __all__ = [
     "swap_between",
     "token_returns",
     "trace_weights",
+    "tracked",
     "TurnBaseline",
     "turn_ends",
     "turn_gae",

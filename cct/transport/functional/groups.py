@@ -16,7 +16,7 @@ from .traces import token_returns
 
 Baseline = Literal["mean", "leave_one_out", "length_weighted"]
 
-Scale = Literal["group", "others", "batch", "none"]
+Scale = Literal["group", "others", "batch", "mean", "none"]
 
 Single = Literal["zero", "raw"]
 
@@ -42,13 +42,13 @@ def group_advantage(
     baseline: `mean` of the group; `leave_one_out`, the mean of the others, which is (score - mean) n / (n - 1);
     `length_weighted`, sum(length * score) / sum(length).
     scale: standard deviation, with ddof, of the `group`'s scores, of the `others`' in the group, where it is not 0, or of the
-    whole `batch`'s; `none` divides by nothing.
+    whole `batch`'s; the `mean` score of the group, where it is above 0, else the result is 0; `none` divides by nothing.
     single: a group of one gets 0, or its `raw` score (deviation 1 where it is the group's).
 
     Returns [B]. A group of equal scores, rounding aside, gets exactly 0.
     Sources: GRPO, Shao et al. 2024 (mean, group); Dr. GRPO, Liu et al. 2025 (mean, none); RLOO, Ahmadian et al. 2024
-    (leave_one_out, none); OPO, Hao et al. 2025 (length_weighted, none); Lite PPO, Liu et al. 2025 (mean, batch); NeMo RL
-    `calculate_baseline_and_std_per_prompt` (leave_one_out, others).
+    (leave_one_out, none); OPO, Hao et al. 2025 (length_weighted, none); Lite PPO, Liu et al. 2025 (mean, batch); MaxRL,
+    Tajwar et al. 2026 (mean, mean); NeMo RL `calculate_baseline_and_std_per_prompt` (leave_one_out, others).
     Pitfall: frameworks differ in eps (1e-4 to 1e-9) and in what a group of one gets; both change numbers silently.
     """
     valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid
@@ -69,6 +69,9 @@ def group_advantage(
         centred = centred.where(~(valid & (count == 1)[index]), scores)
     if scale == "none":
         return centred
+    if scale == "mean":
+        hopeless = (mean <= ROUNDING * torch.finfo(scores.dtype).eps * per_group(scores.abs())) & (count != 1)
+        return (centred / torch.where(count == 1, 1.0, mean + eps)[index]).masked_fill(hopeless[index], 0.0)
     if scale == "batch":
         deviation = _deviation(scores, valid, ddof)
         return centred / (deviation.where(deviation > 0, 1.0) + eps)  # or `raw` of a batch of equals would be divided by eps
