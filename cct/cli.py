@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(verb=verb)
         return command
 
-    for group in (_of_recipes, _of_parts, _of_runs, _of_studies, _fidelity, _export):
+    for group in (_of_recipes, _of_parts, _of_runs, _of_studies, _fidelity, _export, _doctor):
         group(add)
     return parser
 
@@ -150,7 +150,9 @@ def _numbers(text: str) -> list[int]:
 
 def _of_recipes(add: Add) -> None:
     run = add("run", commands.run, "train a recipe, or resume a run")
-    run.add_argument("recipe", nargs="?", help="recipe file; with --resume, the default is the run's recipe")
+    run.add_argument(
+        "recipe", nargs="?", help="recipe file, or the name of one of cct's, `compo`; with --resume, default: the run's"
+    )
     _add_set(run)
     run.add_argument("--resume", metavar="RUN", type=Path, help="resume from the newest checkpoint of this run folder")
     run.add_argument(
@@ -324,6 +326,13 @@ def _fidelity(add: Add) -> None:
     fidelity.add_argument("--seed", type=int, metavar="S", help="seed of prompts and sampling (default: the recipe's)")
     fidelity.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write the results of all runs here, as JSON")
     _add_trust(fidelity)
+
+
+def _doctor(add: Add) -> None:
+    doctor = add(
+        "doctor", commands.doctor, "print versions, devices and extras for a bug report, and train for a minute as a test"
+    )
+    doctor.add_argument("--no-test", action="store_true", help="print only; train nothing")
 
 
 def _export(add: Add) -> None:

@@ -313,3 +313,10 @@ def export(arguments: argparse.Namespace) -> int:
     )
     say(f"wrote {arguments.folder} from {checkpoint}")
     return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    from cct.system.terminal import make_console
+    from cct.tools.doctor import doctor
+
+    return 0 if doctor(make_console(), test=not arguments.no_test) else 1

@@ -35,6 +35,7 @@ from cct.system.plain_yaml import MOST_LEVELS, NEVER_WRITTEN, Key, Unreadable, i
 from cct.system.terminal import shortened
 from cct.transport import Transport
 
+SHIPPED = Path(__file__).parent / "recipes"
 OWN = " (the run's own)"  # behind the name of a recipe's transport
 
 K = TypeVar("K", bound=Knobs)
@@ -224,15 +225,28 @@ def override(text: str) -> Source:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, lay over bases and `--set`s, import plug-ins, validate.
+    """Read, lay over bases and `--set`s, import plug-ins, validate. path: a file, or the name of a recipe that comes with cct.
 
     Raises RecipeError with every problem found. An error inside a plug-in passes through with its own
     traceback, noted with the recipe's line.
     """
-    source = with_bases(read_yaml(Path(path)), Path(path))
+    path = recipe_file(path)
+    source = with_bases(read_yaml(path), path)
     for text in overrides:
         source = override(text).lay_over(source)
-    return recipe_of(source, Path(path))
+    return recipe_of(source, path)
+
+
+def recipe_file(path: str | Path) -> Path:
+    """The file of a recipe: `path` itself, or that of a recipe that comes with cct where it is just a name, `compo`."""
+    given = Path(path)
+    if given.suffix or len(given.parts) != 1 or given.exists():
+        return given
+    shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.yaml"))}
+    if given.name not in shipped:
+        what = did_you_mean("recipe that comes with cct", given.name, shipped)
+        raise RecipeError(f"{what}; the name of a file of your own ends in .yaml")
+    return shipped[given.name]
 
 
 def recipe_of(source: Source, path: Path) -> Recipe:

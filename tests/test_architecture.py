@@ -29,7 +29,7 @@ LAYERS = [
     ("preflight",),
     ("agent",),
     ("training",),
-    ("tools.explain", "tools.scaffold", "tools.catalogue", "tools.memory", "tools.profile"),
+    ("tools.explain", "tools.scaffold", "tools.catalogue", "tools.memory", "tools.profile", "tools.doctor"),
     ("tools.study", "tools.plan", "tools.conformance", "tools.replay", "tools.fidelity"),
     ("tools.tokens",),
     ("tools.report",),
@@ -45,7 +45,10 @@ ONLY = {"tools.report": {"system", "metrics", "registry", "rollout", "run_folder
 HEAVY = {"torch", "transformers", "lightning", "tokenizers", "rich", "vllm", "deepspeed", "peft"}
 HEAVY |= {"datasets", "pyarrow", "reasoning_gym", "textarena", "math_verify", "pebble"}
 FREE = {"agent", "loggers", "training", "tools.lab"}
-FREE |= {f"tools.{name}" for name in ("study", "report", "conformance", "replay", "tokens", "fidelity", "memory", "profile")}
+FREE |= {
+    f"tools.{name}"
+    for name in ("study", "report", "conformance", "replay", "tokens", "fidelity", "memory", "profile", "doctor")
+}
 TENSOR_FILES = {
     "tensors.py",
     "functional.py",
