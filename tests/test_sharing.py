@@ -9,10 +9,10 @@ from cct.agent.agent import Agent
 from cct.critic import critics
 from cct.packing import pack, same_prompts, shared_attention, worth_sharing
 from cct.policy.sharing import sharing_of
-from cct.policy.weights import add_lora
+from cct.policy.weights import add_lora, without_dropout
 from cct.statistic import statistics
 
-FAMILIES = ("qwen3", "llama", "mistral", "gemma")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma", "opt", "gpt2", "gpt_neox", "granite", "phi3")
 
 
 def groups(counts=(3, 1, 4), prompts=(7, 5, 2), longest=6, seed=0, vocabulary=20):
@@ -31,7 +31,7 @@ def groups(counts=(3, 1, 4), prompts=(7, 5, 2), longest=6, seed=0, vocabulary=20
 
 def agents(family="qwen3", critic=None, **knobs):
     """The same agent that shares prompts, and that does not."""
-    model = tiny_model(family, **({"sliding_window": 64} if family == "mistral" else {}))
+    model = without_dropout(tiny_model(family, **({"sliding_window": 64} if family == "mistral" else {})))
     tower = None
     if critic is not None:
         torch.manual_seed(1)
@@ -57,7 +57,7 @@ def gradients(family, rows, prepare=lambda model: None, **knobs):
     there, found = mask[:, -width:].bool(), []
     weights = torch.linspace(-1, 1, there.numel()).view(there.shape) / there.sum()
     for share in (True, False):
-        model = tiny_model(family, **({"sliding_window": 64} if family == "mistral" else {}))
+        model = without_dropout(tiny_model(family, **({"sliding_window": 64} if family == "mistral" else {})))
         prepare(model)
         logprobs = Agent(model.train(), None, 0.8, share=share, **knobs)(ids, mask, width).logprobs
         (logprobs * weights).masked_fill(~there, 0).sum().backward()
@@ -105,14 +105,18 @@ def test_in_bfloat16_they_differ_by_its_rounding():
     assert float(torch.cosine_similarity(whole, other, dim=0)) > 0.98
 
 
-@pytest.mark.parametrize("critic", ["tac", "standard", "value_head"])
-def test_critics_read_the_same_and_learn_the_same(critic):
+@pytest.mark.parametrize(
+    "critic, family",
+    [("tac", "qwen3"), ("tac", "gpt_neox"), ("standard", "qwen3"), ("value_head", "qwen3")],
+)
+def test_critics_read_the_same_and_learn_the_same(critic, family):
+    """This GPT-NeoX has keys of 4 heads under a configuration that says 2, as many as TAC makes of its values."""
     ids, mask, width = groups()
-    there, (shared, apart) = both(critic=critic)
+    there, (shared, apart) = both(family, critic)
     after = torch.nn.functional.pad(there, (1, 0), value=True)  # values stand before a token, and after the last one
     assert_close(shared.values[after], apart.values[after], atol=1e-5, rtol=1e-5)
     found = []
-    for agent in agents(critic=critic):
+    for agent in agents(family, critic):
         trace = agent(ids, mask, width, with_critic=True).trace
         assert (trace.packed is not None) == agent.share
         raw = agent.values(trace, width)[0][:, :-1]
@@ -196,9 +200,10 @@ def test_a_pack_holds_each_prompt_once_and_rows_come_back():
         pack(ids, mask * (ids != 3) * (ids != 4), width)
 
 
-def test_attention_over_a_pack_passes_gradcheck():
+@pytest.mark.parametrize("heads", [(2, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_attention_over_a_pack_passes_gradcheck(heads):
     ids, mask, width = groups((2, 1), (3, 2), longest=3)
     packed = pack(ids, mask, width)
     torch.manual_seed(0)
-    query, key, value = (torch.randn(len(packed), heads, 4, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+    query, key, value = (torch.randn(len(packed), count, 4, dtype=torch.float64, requires_grad=True) for count in heads)
     assert torch.autograd.gradcheck(lambda *x: shared_attention(*x, packed, 0.5), (query, key, value))

@@ -11,8 +11,6 @@ from cct.packing import pack
 
 from .attention import attention_modules, probing
 
-TESTED = ("qwen2", "qwen3", "llama", "mistral", "gemma", "gemma3_text")  # model types
-
 
 class Sharing(NamedTuple):
     """Whether a model can read a pack."""
@@ -26,8 +24,6 @@ class Sharing(NamedTuple):
 def sharing_of(model: PreTrainedModel) -> Sharing:
     """Whether a model that `tappable` gave reads a pack as it reads its rows: two rows that share a prompt tell."""
     config = model.config.get_text_config()
-    if config.model_type not in TESTED:  # the kernel of the CPU ends the process for a GPT-NeoX
-        return Sharing(f"sharing is tested with {', '.join(TESTED)}, and this is a {config.model_type}")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return Sharing(f"it has layers of {', '.join(sorted(kinds))}")
