@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Prompts are shared by `auto` where a pack has at most this share of the rows' tokens.
-SHARED_AT_MOST = 0.5
+SHARED_AT_MOST = 0.75
 
 
 @dataclass(frozen=True)

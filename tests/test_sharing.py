@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from cct.agent.agent import Agent
 from cct.critic import critics
 from cct.packing import pack, same_prompts, shared_attention, worth_sharing
-from cct.policy.sharing import sharing_of
+from cct.policy.sharing import sharing_of, sharing_of_config
 from cct.policy.weights import add_lora, without_dropout
 from cct.statistic import statistics
 
@@ -165,6 +165,14 @@ def test_a_model_that_cannot_share_says_why():
     model = tiny_model("llama")
     model.model.register_forward_pre_hook(lambda _, args, kw: (args, {**kw, "position_ids": None}), with_kwargs=True)
     assert sharing_of(model).refused == "it gives other logits then"
+
+
+def test_a_configuration_tells_whether_the_model_can_share():
+    assert sharing_of_config(tiny_model("gemma3").config) == ("", 4)
+    assert sharing_of_config(tiny_model("gpt2").config) == ("", None)
+    config = tiny_model("qwen3").config
+    config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
+    assert sharing_of_config(config).refused == "it has layers of chunked_attention"
 
 
 def test_a_sequence_longer_than_the_window_is_read_apart_or_refused():
