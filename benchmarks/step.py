@@ -159,7 +159,7 @@ def long_prompts(prompt: int, responses: str, rounds: int = 3, iterations: int =
     peak, peak_apart = (memory[name] for name in list(SHARING)[:2])
     if peak and peak_apart:
         targets.append(Target("peak memory: grpo / without sharing", (peak / peak_apart,), most=0.6))
-    title = f"An iteration: {prompts} prompts of {prompt} tokens, {count} responses of {tokens} each, minibatches of {size.minibatch}"
+    title = f"An iteration: {prompts} prompts of {prompt} tokens, {count} x {tokens} to each, minibatches of {minibatch}"
     columns = ("", "CPU s", "tokens per CPU second", "times cct grpo", "peak memory of a run")
     return Result((Table(title, columns, tuple(rows)), stages(found, list(recipes))), tuple(targets))
 

@@ -82,6 +82,8 @@ class Packed:
     """In the pack's order."""
     asked: Tensor
     """[A] the number of each response's prompt, in the pack's order."""
+    padded: bool
+    """Whether the rows have padding."""
     seen: Tensor
     """[A or 1, 1, Q, K] bool, what responses padded to Q tokens see of their prompt, padded, and of themselves."""
 
@@ -135,7 +137,7 @@ class Packed:
 
     def visible(self) -> Tensor | None:
         """[B, 1, S, S] bool of the rows: causal, without padding; None where there is no padding and causal says it all."""
-        if bool(self.attention_mask.all()):
+        if not self.padded:
             return None
         position = torch.arange(self.attention_mask.shape[1], device=self.places.device)
         return (position <= position.unsqueeze(1)) & self.attention_mask[:, None, None, :]
@@ -200,6 +202,7 @@ def pack(input_ids: Tensor, attention_mask: Tensor, width: int) -> Packed:
         prompts,
         responses,
         group[order],
+        not bool(mask.all()),
         _seen(prompts.padding, prompts.shape[1], responses.shape[1], group[order]),
     )
 

@@ -140,13 +140,13 @@ def packed_concentration(
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
 
         def of_keys(scale: float) -> tuple[Tensor, Tensor]:
-            lse, mean_key = [], []
+            found: list[tuple[Tensor, Tensor]] = []
             for spans, (queries, keys), seen in packed.parts(query, key):
                 additive = None if seen is None else queries.new_zeros(seen.shape).masked_fill_(~seen, -math.inf)
-                found = _attend_to_keys(queries, keys, additive, scale, kernel_of(queries))
-                for part, x in zip((lse, mean_key), found, strict=True):
-                    part.append(spans.flat(x.transpose(1, 2)))
-            return torch.cat(lse), torch.cat(mean_key)
+                lse, mean_key = _attend_to_keys(queries, keys, additive, scale, kernel_of(queries))
+                found.append((spans.flat(lse.transpose(1, 2)), spans.flat(mean_key.transpose(1, 2))))
+            lses, mean_keys = zip(*found, strict=True)
+            return torch.cat(lses), torch.cat(mean_keys)
 
         return _of_entropy(_entropy(query, of_keys, scaling, statistic), packed.position_ids.T + 1)
 

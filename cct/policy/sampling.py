@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    DynamicLayer,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -69,7 +70,7 @@ class TransformersEngine(Engine):
             output: Tensor = self.model.generate(  # type: ignore[operator]
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                past_key_values=self._read(prompts),
+                past_key_values=self._read(prompts, width + max(limits)),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([sampler] if sampler else []),
                 stopping_criteria=StoppingCriteriaList([self._stopped(width)] if knobs.stop else []),
@@ -86,13 +87,14 @@ class TransformersEngine(Engine):
             torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
         )
 
-    def _read(self, prompts: Sequence[Sequence[int]]) -> DynamicCache | None:
-        """Keys and values of all but the prompts' last tokens, each prompt read once; None where nothing would be saved."""
+    def _read(self, prompts: Sequence[Sequence[int]], room: int) -> DynamicCache:
+        """A cache with room for so many tokens, of all but the prompts' last ones, each prompt read once; empty where nothing
+        would be saved."""
+        cache = DynamicCache(config=self.model.config)
         place = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         if len(place) == len(prompts) or max(map(len, prompts)) == 1:
-            return None
+            return _growing(cache, room)
         input_ids, attention_mask = self._padded(list(place))
-        cache = DynamicCache(config=self.model.config)
         self.model(
             input_ids=input_ids[:, :-1],
             attention_mask=attention_mask[:, :-1],
@@ -102,7 +104,7 @@ class TransformersEngine(Engine):
             logits_to_keep=1,
         )
         cache.batch_select_indices(torch.tensor([place[tuple(prompt)] for prompt in prompts], device=input_ids.device))
-        return cache
+        return _growing(cache, room)
 
     def _stopped(self, width: int):
         """Stopping criterion: a stop string was just completed (transformers' own needs tokenizers of words)."""
@@ -122,6 +124,33 @@ class TransformersEngine(Engine):
             told = (n for n in range(1, min(end, len(tokens) + 1)) if any(s in text(tokens[:n]) for s in self.knobs.stop))
             end = min(end, next(told, end))
         return Completion(tuple(tokens[:end]), end <= len(tokens), tuple(logprobs[:end]))
+
+
+class _Growing(DynamicLayer):
+    """Keys and values with room for those of tokens to come, which a `DynamicLayer` makes by copying all for each token."""
+
+    def __init__(self, of: DynamicLayer, room: int):
+        super().__init__()
+        self.room, self.whole = room, list[Tensor]()
+        if of.is_initialized:
+            self.update(of.keys, of.values)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.whole = [x.new_empty(*x.shape[:2], max(self.room, x.shape[2]), x.shape[3]) for x in (key_states, value_states)]
+        before = self.get_seq_length()
+        after = before + key_states.shape[2]
+        for whole, x in zip(self.whole, (key_states, value_states), strict=True):
+            whole[:, :, before:after] = x
+        self.keys, self.values = (whole[:, :, :after] for whole in self.whole)
+        return self.keys, self.values
+
+
+def _growing(cache: DynamicCache, room: int) -> DynamicCache:
+    """The cache with room in its layers, but for those of a sliding window."""
+    cache.layers = [_Growing(layer, room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 def exponential(seeds: Tensor, step: int, size: int) -> Tensor:

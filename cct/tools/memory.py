@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cct.agent.agent import Agent
+from cct.packing import Packed, pack
 from cct.policy import LoRA, Policy
 from cct.policy.attention import tappable
 from cct.recipe import Recipe
@@ -109,16 +110,30 @@ class Live(TorchDispatchMode):
         return Peak(self.peak.total, self.peak.logits, self.now)
 
 
-def footprint(recipe: Recipe, config: Any, prompt: int, width: int, *, accumulates: bool) -> Footprint:
-    """Run the passes of `recipe` over rows of `prompt` + `width` tokens, without memory.
+class _Packing(Agent):
+    """Reads every forward as one pack, whose places were found on tensors with memory."""
+
+    given: Packed | None = None
+
+    def _packed(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> Packed | None:
+        return self.given
+
+
+def footprint(
+    recipe: Recipe, config: Any, prompt: int, width: int, *, rows: int, accumulates: bool, prompts: int | None = None
+) -> Footprint:
+    """Run the passes of `recipe` over so many rows of `prompt` + `width` tokens, without memory.
 
     config: the model's transformers configuration. accumulates: gradients are there before a policy's
-    pass, and are not counted as made in it.
+    pass, and are not counted as made in it. prompts: that the rows share, of whom each stands once; None where they do not.
     """
     training, text = recipe.training, config.get_text_config()
     dtype = _dtype(recipe.policy, config)
-    rows = training.rows_per_forward(prompt + width)
-    with _Fake():
+    packed = None
+    if prompts is not None:
+        numbers = (torch.arange(rows) % prompts).unsqueeze(1).expand(-1, prompt + width)
+        packed = pack(numbers, torch.ones_like(numbers), width)
+    with _Fake(allow_non_fake_inputs=True):
         actor = tappable(AutoModelForCausalLM.from_config(config, dtype=dtype))
         if recipe.policy.lora is not None:
             _adapt(actor, recipe.policy.lora)
@@ -127,13 +142,14 @@ def footprint(recipe: Recipe, config: Any, prompt: int, width: int, *, accumulat
             critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
         if training.gradient_checkpointing:
             actor.gradient_checkpointing_enable({"use_reentrant": False})
-        agent = Agent(
+        agent = _Packing(
             actor.train(),
             critic,
             recipe.generation.temperature,
             bf16=training.precision == "bf16",
             logits_at_once=training.logits_at_once,
         )
+        agent.given = packed
         ids = torch.zeros(rows, prompt + width, dtype=torch.long)
         attention_mask = torch.ones_like(ids)
         passes = {}
