@@ -132,7 +132,7 @@ class _Growing(DynamicLayer):
     def __init__(self, of: DynamicLayer, room: int):
         super().__init__()
         self.room, self.whole = room, list[Tensor]()
-        if of.is_initialized:
+        if of.keys is not None and of.values is not None:
             self.update(of.keys, of.values)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

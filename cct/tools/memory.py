@@ -119,6 +119,12 @@ class _Packing(Agent):
         return self.given
 
 
+def _packed(rows: int, prompts: int, prompt: int, width: int) -> Packed:
+    """So many rows of `prompt` + `width` tokens, with so many prompts in turn."""
+    ids = (torch.arange(rows) % prompts).unsqueeze(1).expand(-1, prompt + width)
+    return pack(ids, torch.ones_like(ids), width)
+
+
 def footprint(
     recipe: Recipe, config: Any, prompt: int, width: int, *, rows: int, accumulates: bool, prompts: int | None = None
 ) -> Footprint:
@@ -127,12 +133,8 @@ def footprint(
     config: the model's transformers configuration. accumulates: gradients are there before a policy's
     pass, and are not counted as made in it. prompts: that the rows share, of whom each stands once; None where they do not.
     """
-    training, text = recipe.training, config.get_text_config()
-    dtype = _dtype(recipe.policy, config)
-    packed = None
-    if prompts is not None:
-        numbers = (torch.arange(rows) % prompts).unsqueeze(1).expand(-1, prompt + width)
-        packed = pack(numbers, torch.ones_like(numbers), width)
+    training, text, dtype = recipe.training, config.get_text_config(), _dtype(recipe.policy, config)
+    packed = _packed(rows, prompts, prompt, width) if prompts is not None else None
     with _Fake(allow_non_fake_inputs=True):
         actor = tappable(AutoModelForCausalLM.from_config(config, dtype=dtype))
         if recipe.policy.lora is not None:
