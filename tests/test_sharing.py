@@ -188,7 +188,7 @@ def test_a_sequence_longer_than_the_window_is_read_apart_or_refused():
 def test_auto_shares_where_enough_tokens_are_saved():
     ids, mask, width = groups((4, 4), (12, 12), longest=2)
     assert worth_sharing(ids, mask, width)  # 2 * 12 of 8 * 12 prompt tokens are left
-    ids, mask, width = groups((2, 2), (4, 4))
+    ids, mask, width = groups((2, 2), (1, 1))  # 2 prompt tokens and 7 of responses are left of 11
     assert not worth_sharing(ids, mask, width)
     shared, apart = (Agent(tiny_model(), None, share=share)(ids, mask, width).logprobs for share in ("auto", False))
     assert torch.equal(shared, apart)
