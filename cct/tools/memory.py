@@ -152,8 +152,7 @@ def footprint(
             logits_at_once=training.logits_at_once,
         )
         agent.given = packed
-        ids = torch.zeros(rows, prompt + width, dtype=torch.long)
-        attention_mask = torch.ones_like(ids)
+        ids, attention_mask = (make(rows, prompt + width, dtype=torch.long) for make in (torch.zeros, torch.ones))
         passes = {}
         with torch.no_grad(), Live(text.vocab_size) as live:
             reading = agent(ids, attention_mask, width, statistics=recipe.statistics, with_critic=True)
