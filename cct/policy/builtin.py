@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from .generation import Generation, engines
 from .vllm import VLLM
+from .vllm_server import VLLMServer  # noqa: F401  (registration)
 
 
 @engines.register("transformers")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from cct.registry import Component, Registry
+from cct.system.terminal import say
 
 from .base import end_tokens
 
@@ -47,6 +51,16 @@ class Generation(Component):
         return None if positions is None else (positions, f"the {positions} positions of the model")
 
     @property
+    def elsewhere(self) -> bool:
+        """Whether it takes no memory of the devices that are trained on."""
+        return False
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all processes must be on one machine."""
+        return False
+
+    @property
     def truncates(self) -> bool:
         """Whether tokens are left out of the distribution that is sampled from."""
         return self.top_p < 1 or self.top_k > 0
@@ -82,6 +96,9 @@ class Engine:
 
     One whose weights are a copy of the actor's takes them over in `sync`. All processes call every method together.
     """
+
+    say: Callable[[str], None] = staticmethod(partial(say, file=sys.stderr))
+    """Called with what a person should see while it goes on."""
 
     def __init__(self, knobs: Generation, actor: PreTrainedModel, tokenizer: Tokenizer):
         self.knobs, self.actor, self.tokenizer = knobs, actor, tokenizer

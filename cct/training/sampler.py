@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -41,6 +42,15 @@ def _first(response: Response, count: int) -> tuple[int, ...]:
     return response.tokens[count : next((end for end in ends if end > count), count + 1)]
 
 
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """An engine's error stops the run."""
+    try:
+        yield
+    except EngineError as error:
+        raise TrainingStopped(str(error)) from error
+
+
 class Sampler:
     """Samples responses from a policy and judges them; each process does its share.
 
@@ -71,10 +81,9 @@ class Sampler:
     def engine(self) -> Engine:
         """Opened when it is first needed: by then the processes are connected and the weights restored."""
         if self._engine is None:
-            try:
+            with _stopping():
                 self._engine = self.recipe.generation.open(self.actor, self.tokenizer)
-            except EngineError as error:
-                raise TrainingStopped(str(error)) from error
+            self._engine.say = self.say
         return self._engine
 
     @property
@@ -83,10 +92,8 @@ class Sampler:
 
     def sync(self) -> dict[str, float]:
         """Give the engine the actor's current weights. Returns metrics; raises TrainingStopped if they then differ."""
-        try:
+        with _stopping():
             return self.engine.sync()
-        except EngineError as error:
-            raise TrainingStopped(str(error)) from error
 
     def close(self) -> None:
         if self._engine is not None:
@@ -137,6 +144,7 @@ class Sampler:
         self._failed((part for _, part in gathered), len(prompts), f"iteration {iteration}, greedy responses")
         return [score for part, _ in gathered for score in part]
 
+    @_stopping()
     def respond(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, numbers: Sequence[int] | None = None
     ) -> list[Sampled]:
@@ -211,6 +219,7 @@ class Sampler:
         episode."""
         return row.group if self.episodes is None else row.episode
 
+    @_stopping()
     def _continued(self, states: Sequence[tuple[Row, tuple[int, ...]]], seeds: Sequence[int]) -> list[Sampled]:
         """The response of each row, sampled again after its first tokens."""
         if self.episodes is None:
