@@ -137,7 +137,13 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
         "where the behaviour forward ran",
         "nats",
     ),
-    Metric("engine/probe_gap", "mean difference on fixed sequences after the engine's weights were updated (`vllm`)", "nats"),
+    Metric(
+        "engine/probe_gap",
+        "mean difference on fixed sequences after the engine's weights were updated (`vllm`; of `vllm_server` the largest)",
+        "nats",
+    ),
+    Metric("engine/servers", "servers in use after their weights were updated (`vllm_server`)"),
+    Metric("engine/asked_again", "responses asked for again after a fault of a server, since the last update (`vllm_server`)"),
     Metric(
         "correction/raw, correction/raw_max, correction/used, correction/changed",
         "mean and largest importance ratio of the sampled tokens, mean weight in the loss, share of tokens where ratio "

@@ -101,6 +101,15 @@ def engines_divide_processes(recipe: Parts) -> Problems:
         )
 
 
+def engines_reach_processes(recipe: Parts) -> Problems:
+    if recipe.generation.one_machine and recipe.training.nodes > 1:
+        yield (
+            "generation",
+            f"servers that cct starts serve the processes of one machine, and training.nodes is {recipe.training.nodes}; start "
+            "servers yourself and set urls to them",
+        )
+
+
 # --- what would run but silently mean something else ------------------------------------------
 def token_credit_reaches_tokens(recipe: Parts) -> Problems:
     geometry = recipe.geometry
@@ -215,6 +224,7 @@ RULES: tuple[Callable[[Parts], Problems], ...] = (
     groups_are_large_enough,
     truncated_sampling_is_corrected,
     engines_divide_processes,
+    engines_reach_processes,
     token_credit_reaches_tokens,
     responses_are_whitened_as_responses,
     kl_counts_once,

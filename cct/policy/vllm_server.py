@@ -1,4 +1,7 @@
-"""vLLM servers: their knobs. `vllm_pool` is the engine, `vllm_client` talks to a server, `vllm_process` starts some."""
+"""vLLM servers: their knobs.
+
+`vllm_remote` is the engine, `vllm_pool` shares requests among servers, `vllm_client` talks to one, `vllm_process` starts one.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,6 @@ class VLLMServer(OfVLLM):
             raise ValueError("; ".join(problems))
 
     def open(self, actor, tokenizer):
-        from .vllm_pool import VLLMServerEngine
+        from .vllm_remote import VLLMServerEngine
 
         return VLLMServerEngine(self, actor, tokenizer)

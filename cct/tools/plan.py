@@ -224,6 +224,8 @@ def _phases(
 def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, problems: Problems) -> dict[str, int]:
     """What the generation engine holds while it samples; parts named after it stay unless it sleeps."""
     generation, length = recipe.generation, plan.prompt + plan.width
+    if generation.elsewhere:
+        return {}
     shares = getattr(generation, "memory_fraction", None)
     if shares is None or (generation.use == "auto" and gpu is None):  # transformers, on the weights being trained
         sequences = min(generation.batch_size, max(plan.responses, len(problems.held_out)) // plan.processes or 1)
