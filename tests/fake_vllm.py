@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ class FakeVLLM:
     on_generate: called with the number of the request to /inference/v1/generate, from 1, before it is answered.
     """
 
-    def __init__(self, folder: Path, *, max_model_len: int = 64, logprobs_mode: str = "processed_logprobs"):
+    def __init__(self, folder: Path, *, port: int = 0, max_model_len: int = 64, logprobs_mode: str = "processed_logprobs"):
         self.folder, self.max_model_len, self.logprobs_mode = folder, max_model_len, logprobs_mode
         self.requests, self.renewals, self.greatest, self.in_flight = 0, 0, 0, 0
         self.spoil: Callable[[dict[str, Any]], dict[str, Any] | bytes] = lambda answer: answer
@@ -34,7 +36,7 @@ class FakeVLLM:
         self.going, self.lock = threading.Event(), threading.RLock()
         self.going.set()
         self.server: ThreadingHTTPServer | None = None
-        self.port = 0
+        self.port = port
         self.start()
 
     @property
@@ -58,10 +60,8 @@ class FakeVLLM:
             server.shutdown()
             server.server_close()
             for connection in list(self.connections):
-                try:
+                with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
 
     def restart(self) -> None:
         self.die()
@@ -146,12 +146,22 @@ class Handler(BaseHTTPRequestHandler):
         self.say(200, answer if isinstance(answer, bytes) else json.dumps(answer).encode())
 
     def say(self, status: int, content: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        with suppress(ConnectionError):  # who asked has left, or this server died
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
     do_GET = do_POST = answer
 
     def log_message(self, *args: Any) -> None:
         pass
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    for name in ("model", "host", "port"):
+        parser.add_argument(f"--{name}")
+    arguments = parser.parse_args()
+    FakeVLLM(Path(arguments.model), port=int(arguments.port))
+    threading.Event().wait()

