@@ -229,6 +229,13 @@ def test_auto_is_transformers_on_a_cpu_and_vllm_on_a_gpu():
     assert "engine KV cache" in plan(recipe, GB).phases["generate"] and "KV cache" in plan(recipe).phases["generate"]
 
 
+def test_servers_take_nothing_of_the_trainers_memory():
+    recipe = small().model_copy(update={"generation": engines["vllm_server"](servers=2, max_new_tokens=48)})
+    found = plan(recipe, GB)
+    assert not any("engine" in name or "KV cache" in name for phase in found.phases.values() for name in phase)
+    assert any("servers are not in this plan" in note for note in found.notes)
+
+
 # --- models of known size ---------------------------------------------------------------------
 DEEPSPEED = [
     "training.devices=8",

@@ -78,7 +78,8 @@ class Pool:
         self.client = Client(timeout=knobs.timeout, connections=(lanes + 2) * len(servers), vocabulary=vocabulary)
         self.weights: Weights
         self.loop = asyncio.new_event_loop()
-        Thread(target=self.loop.run_forever, name="vllm_server", daemon=True).start()
+        self.thread = Thread(target=self.loop.run_forever, name="vllm_server", daemon=True)
+        self.thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Its result; it runs in a thread of its own, as this one may have an event loop already (a notebook's)."""
@@ -92,6 +93,8 @@ class Pool:
     def close(self) -> None:
         self.run(self._leave())
         self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
         for server in self.servers:
             if server.local is not None:
                 server.local.stop()

@@ -225,6 +225,7 @@ def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, proble
     """What the generation engine holds while it samples; parts named after it stay unless it sleeps."""
     generation, length = recipe.generation, plan.prompt + plan.width
     if generation.elsewhere:
+        plan.notes.append("vLLM's servers are not in this plan: they have memory of their own")
         return {}
     shares = getattr(generation, "memory_fraction", None)
     if shares is None or (generation.use == "auto" and gpu is None):  # transformers, on the weights being trained
