@@ -17,7 +17,7 @@ from torch import Tensor
 from .generation import Completion, EngineError
 from .vllm_client import Client, ServerFault
 from .vllm_process import LocalServer
-from .vllm_server import VLLMServer
+from .vllm_server import OfServers
 
 T = TypeVar("T")
 Request = tuple[Sequence[int], dict[str, Any]]  # a prompt's token ids, and vLLM's sampling parameters
@@ -65,7 +65,7 @@ class Pool:
 
     def __init__(
         self,
-        knobs: VLLMServer,
+        knobs: OfServers,
         servers: list[Server],
         *,
         lanes: int,

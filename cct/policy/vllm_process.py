@@ -17,7 +17,7 @@ from .generation import EngineError
 from .vllm import DEFAULT_CPU_CACHE_GB
 
 if TYPE_CHECKING:
-    from .vllm_server import VLLMServer
+    from .vllm_server import OfServers
 
 # What the launcher of the training processes says to them alone; vLLM would take it for its own.
 OF_TRAINING = re.compile(r"(LOCAL_|GROUP_|NODE_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_.*")
@@ -86,7 +86,7 @@ class LocalServer:
         self.process = None
 
 
-def local_servers(knobs: VLLMServer, dtype: str, folder: Path, trained_on: int) -> list[LocalServer]:
+def local_servers(knobs: OfServers, dtype: str, folder: Path, trained_on: int) -> list[LocalServer]:
     """The servers that a recipe asks for, not started. trained_on: number of this machine's GPUs that are taken.
 
     Raises EngineError where too few GPUs are left.
@@ -109,7 +109,7 @@ def local_servers(knobs: VLLMServer, dtype: str, folder: Path, trained_on: int) 
     ]
 
 
-def _arguments(knobs: VLLMServer, dtype: str, on_gpu: bool) -> list[str]:
+def _arguments(knobs: OfServers, dtype: str, on_gpu: bool) -> list[str]:
     flags: dict[str, object] = {
         "dtype": dtype,
         "max-num-seqs": knobs.batch_size,

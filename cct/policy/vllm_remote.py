@@ -19,7 +19,7 @@ from .vllm import PROBE_SHAPE, sampling, write_configuration
 from .vllm_client import described
 from .vllm_pool import Pool, Server, Weights
 from .vllm_process import local_servers
-from .vllm_server import VLLMServer
+from .vllm_server import OfServers
 from .weights import named_weights, probe
 
 SHARD = 4 * 2**30  # bytes of a file of weights, and of their copy in memory
@@ -29,9 +29,9 @@ T = TypeVar("T")
 class VLLMServerEngine(Engine):
     """vLLM servers. Every process shares its requests among all of them; the first one renews their weights, by files."""
 
-    def __init__(self, knobs: VLLMServer, actor: PreTrainedModel, tokenizer: Tokenizer):
+    def __init__(self, knobs: OfServers, actor: PreTrainedModel, tokenizer: Tokenizer):
         super().__init__(knobs, actor, tokenizer)
-        self.vllm: VLLMServer = knobs
+        self.vllm: OfServers = knobs
         together = distributed.is_available() and distributed.is_initialized()
         self.rank, self.world = (distributed.get_rank(), distributed.get_world_size()) if together else (0, 1)
         limit = knobs.limit(getattr(actor.config.get_text_config(), "max_position_embeddings", None))

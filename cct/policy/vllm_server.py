@@ -9,15 +9,13 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from .generation import engines
 from .vllm import OfVLLM
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 
-@engines.register("vllm_server")
-class VLLMServer(OfVLLM):
-    """vLLM servers on this or other machines; every process shares its requests among all of them."""
+class OfServers(OfVLLM):
+    """What vLLM servers are asked for, and how faults of theirs are dealt with."""
 
     urls: tuple[str, ...] = ()
     """Servers that run already, as `http://node7:8000`; docs/launch.md says how to start one. Alternative to `servers`."""
@@ -48,7 +46,7 @@ class VLLMServer(OfVLLM):
         return urls
 
     @model_validator(mode="after")
-    def _are_there(self) -> VLLMServer:
+    def _are_there(self) -> OfServers:
         if not self.urls and not self.servers:
             raise ValueError("set urls to servers that run, or servers to the number that cct shall start on this machine")
         if self.folder is None and (far := [url for url in self.urls if urlsplit(url).hostname not in LOOPBACK]):
@@ -75,8 +73,3 @@ class VLLMServer(OfVLLM):
 
         if problems := described(self.urls, self.max_length)[1]:
             raise ValueError("; ".join(problems))
-
-    def open(self, actor, tokenizer):
-        from .vllm_remote import VLLMServerEngine
-
-        return VLLMServerEngine(self, actor, tokenizer)
