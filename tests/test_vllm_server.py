@@ -225,14 +225,18 @@ def test_garbage_is_noticed_said_and_asked_for_again(model, fakes, expected, spo
         assert engine.sync()["engine/asked_again"] == 1
 
 
-def test_a_response_that_fails_again_and_again_ends_it(model, fakes):
-    with opened(model, fakes, retries=2) as engine:
-        for fake in fakes:
-            fake.spoil = lambda answer: answer if "prompt_logprobs" in answer else b"<html>"
-        with pytest.raises(
-            EngineError, match=r"a response failed 3 times \(generation.retries\), the last time at .* no sense"
-        ):
+def test_a_server_whose_responses_are_garbage_again_and_again_is_given_up(model, fakes, expected):
+    bad, good = fakes
+    with opened(model, fakes, retries=0) as engine:
+        bad.spoil = lambda answer: answer if "prompt_logprobs" in answer else b"<html>"
+        assert tokens_of(engine.generate(PROMPTS, SEEDS)) == tokens_of(expected)
+        given_up = f"vLLM at {bad.url} is given up: fault 1 since the last update (generation.retries): its answer"
+        assert given_up in engine.said[-1] and engine.said[-1].endswith("; servers left: 1")
+        good.spoil = bad.spoil
+        with pytest.raises(EngineError, match=f"no vLLM server is left: {bad.url}: fault 1 .*; {good.url}: fault 1"):
             engine.generate(PROMPTS, SEEDS)
+        good.spoil = lambda answer: answer
+        assert engine.sync()["engine/servers"] == 2
 
 
 def test_no_server_left_ends_it_with_what_is_wrong_with_each(model, fakes):

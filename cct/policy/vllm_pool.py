@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +46,8 @@ class Server:
     """Where this process started it."""
     down: float | None = None
     """When a fault was first found, by `time.monotonic`; None while it answers."""
+    faults: int = 0
+    """While it was asked for responses, since the last renewal."""
     given_up: str = ""
     """Why no response is asked of it until the next renewal; empty while it is used or waited for."""
     gap: float = 0.0
@@ -57,8 +58,8 @@ class Pool:
     """Responses come from whichever server is free. A response is a function of its seed, whoever samples it.
 
     A server with a fault gets no requests; the others take its share. It is used again once it answers, has the present
-    weights (they are renewed where it has others) and passes the probe. After `patience` it is given up, and tried once more at
-    every renewal. EngineError is raised where no server is left, or where a response failed more than `retries` times.
+    weights (they are renewed where it has others) and passes the probe. After `patience`, or at more than `retries` faults, it
+    is given up, and tried once more at every renewal. EngineError is raised where no server is left.
 
     lanes: requests in flight at a server at most. locks: a folder that all processes see. tell: called with what was found.
     """
@@ -106,7 +107,7 @@ class Pool:
     # --- responses --------------------------------------------------------------------------------
     async def responses(self, requests: Sequence[Request]) -> list[Completion]:
         """Of each request, by a server with a free lane."""
-        queue, failed, found = asyncio.Queue[int](), Counter[int](), dict[int, Completion]()
+        queue, found = asyncio.Queue[int](), dict[int, Completion]()
         for number in range(len(requests)):
             queue.put_nowait(number)
 
@@ -115,12 +116,8 @@ class Pool:
                 number = await queue.get()
                 try:
                     found[number] = await self.client.respond(server.url, *requests[number], self.weights.version)
-                except ServerFault as fault:
-                    failed[number] += 1
+                except ServerFault:
                     self.again += 1
-                    if failed[number] > self.knobs.retries:
-                        text = f"a response failed {failed[number]} times (generation.retries), the last time at {server.url}"
-                        raise EngineError(f"{text}: {fault}") from fault
                     raise
                 finally:
                     if number not in found:
@@ -134,9 +131,15 @@ class Pool:
                     await asyncio.gather(*lanes)
                 except ServerFault as fault:
                     self._found(server, fault)
+                    server.faults += 1
+                    if server.faults > self.knobs.retries:
+                        self._give_up(
+                            server, f"{server.faults} faults since the last update (generation.retries), now: {fault}"
+                        )
                 finally:
                     await _end(*lanes)
-                await self._back(server)
+                if not server.given_up:
+                    await self._back(server)
 
         serving = [asyncio.create_task(serve(server)) for server in self.servers]
         done, over = asyncio.ensure_future(queue.join()), asyncio.gather(*serving)
@@ -196,7 +199,7 @@ class Pool:
     def _give_up(self, server: Server, why: str) -> None:
         if not server.given_up:
             others = sum(not other.given_up for other in self.servers) - 1
-            self.tell(f"vLLM at {server.url} is given up: {why}; {others} others take its share")
+            self.tell(f"vLLM at {server.url} is given up: {why}; servers left: {others}")
         server.given_up = why
 
     def _must_have_one(self) -> None:

@@ -130,7 +130,7 @@ class VLLMServerEngine(Engine):
             return [(server.gap, server.given_up) for server in pool.servers]
 
         for server, (gap, given_up) in zip(pool.servers, self._by_first(renewed), strict=True):
-            server.gap, server.given_up = gap, given_up
+            server.gap, server.given_up, server.faults = gap, given_up, 0
             server.down = server.down if given_up else None
         told = self._gathered((self.heard, pool.again))
         for line in (line for heard, _ in told for line in heard):

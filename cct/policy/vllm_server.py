@@ -28,11 +28,13 @@ class OfServers(OfVLLM):
     memory_fraction: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory for the weights and KV cache of a server that cct starts."""
     retries: int = Field(3, ge=0, le=100)
-    """How often a response is asked for again after a fault, and a server that cct started and that ended is started again."""
+    """Faults between two updates that a server may have, each followed by a recovery, before it is given up; one that cct
+    started and that ended is started again as often."""
     timeout: float = Field(600.0, gt=0, le=86_400)
     """Seconds that a response or a renewal of weights may take; a server that needs longer has stalled."""
     patience: float = Field(300.0, ge=0, le=86_400)
-    """Seconds that a server with a fault is waited for before it is given up; cct's own have as long to start."""
+    """Seconds that a server with a fault is waited for before it is given up; cct's own have as long to start. With several
+    processes on GPUs, less than the 10 minutes that NCCL waits."""
 
     @field_validator("urls")
     @classmethod
