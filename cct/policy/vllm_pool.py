@@ -133,9 +133,7 @@ class Pool:
                     self._found(server, fault)
                     server.faults += 1
                     if server.faults > self.knobs.retries:
-                        self._give_up(
-                            server, f"{server.faults} faults since the last update (generation.retries), now: {fault}"
-                        )
+                        self._give_up(server, f"fault {server.faults} since the last update (generation.retries): {fault}")
                 finally:
                     await _end(*lanes)
                 if not server.given_up:
