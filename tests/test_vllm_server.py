@@ -143,6 +143,15 @@ def test_a_server_that_dies_leaves_its_share_to_the_other_and_is_used_again_when
         assert engine.said[-1] == f"vLLM at {dead.url} answers, and has the present weights"
 
 
+def test_a_server_that_is_away_over_several_calls_is_one_fault(model, fakes, expected):
+    dead, _ = fakes
+    with opened(model, fakes, patience=60.0, retries=1) as engine:
+        dead.on_generate = at(dead.requests + 3, dead.die)
+        for _ in range(4):
+            assert tokens_of(engine.generate(PROMPTS, SEEDS)) == tokens_of(expected)
+        assert len(engine.said) == 1 and [server.faults for server in engine.pool.servers] == [1, 0]
+
+
 def test_the_only_server_is_waited_for_and_gets_the_present_weights(model, fakes, expected):
     server = fakes[0]
     with opened(model, [server]) as engine:

@@ -126,6 +126,9 @@ class Pool:
 
         async def serve(server: Server) -> None:
             while not server.given_up:
+                if server.down is not None:
+                    await self._back(server)
+                    continue
                 lanes = [asyncio.create_task(lane(server)) for _ in range(min(self.lanes, len(requests)))]
                 try:
                     await asyncio.gather(*lanes)
@@ -136,8 +139,6 @@ class Pool:
                         self._give_up(server, f"fault {server.faults} since the last update (generation.retries): {fault}")
                 finally:
                     await _end(*lanes)
-                if not server.given_up:
-                    await self._back(server)
 
         serving = [asyncio.create_task(serve(server)) for server in self.servers]
         done, over = asyncio.ensure_future(queue.join()), asyncio.gather(*serving)
