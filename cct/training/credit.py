@@ -96,6 +96,9 @@ class Estimator:
             seed=derive_seed(self.recipe.seed, "transport", iteration),
             **(self._of_episodes(rows, turns) if self.recipe.environment is not None else {}),
         )
+        if self.recipe.environment is not None or self.recipe.generation.lag:
+            versions = torch.tensor([[row.version] for row in rows])
+            rollout = rollout.replace(versions=torch.where(turns == OBSERVED, -1, versions).to(device))
         if "exact_values" not in self.recipe.task.provides:
             return rollout
         return with_exact_values(rollout, self.agent, tokenizer, [row.prompt for row in rows], [row.response for row in rows])
@@ -118,7 +121,6 @@ class Estimator:
             "episodes": episodes.to(device),
             "order": torch.tensor([row.order for row in rows], device=device),
             "turns": turns.to(device),
-            "versions": torch.where(turns == OBSERVED, -1, max(0, rows[0].iteration - 1)).to(device),
             "anchors": anchors.to(device),
             "components": {name: x.to(device) for name, x in components.items()},
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -50,6 +51,10 @@ class Failures(Counter[str]):
             reason = f", first: {self.reasons[kind][:300]}" if self.reasons.get(kind) else ""
             found.append(f"warning: {where}: evidence '{name}' {did} for {count} of {judged} responses{reason}")
         return found
+
+
+# Rewards per token of each response, whether to keep it, what failed, and its total by the first evidence.
+Judged = tuple[list[list[float]], list[bool], Failures, list[float | None]]
 
 
 def scores(
@@ -129,11 +134,24 @@ def weigh(
     return rewards, keep
 
 
+def judged(evidence: Sequence[Evidence], prompts: Sequence[Prompt], responses: Sequence[Response], iteration: int) -> Judged:
+    """As `judge`, and each response's total by the first evidence: 0 where it failed, None where it gave no number."""
+    failures = Failures()
+    scored = [scores(part, prompts, responses, failures, iteration) for part in evidence]
+    rewards, keep = weigh(evidence, scored, responses)
+    return rewards, keep, failures, [0.0 if row is None else math.fsum(row) if row else None for row in scored[0]]
+
+
+def without_contrast(groups: Sequence[int], totals: Sequence[float | None]) -> list[int]:
+    """Groups in which no two responses have different totals, in the order of their first responses. None is no total."""
+    found: dict[int, set[float]] = {group: set() for group in groups}
+    for group, total in zip(groups, totals, strict=True):
+        found[group] |= set() if total is None else {total}
+    return [group for group, different in found.items() if len(different) < 2]
+
+
 def judge(
     evidence: Sequence[Evidence], prompts: Sequence[Prompt], responses: Sequence[Response], iteration: int = 0
 ) -> tuple[list[list[float]], list[bool], Failures]:
     """Weighted rewards per token of each response, whether to keep it, and what failed or abstained how often."""
-    failures = Failures()
-    scored = [scores(part, prompts, responses, failures, iteration) for part in evidence]
-    rewards, keep = weigh(evidence, scored, responses)
-    return rewards, keep, failures
+    return judged(evidence, prompts, responses, iteration)[:3]

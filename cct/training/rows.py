@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
+
+from pydantic import TypeAdapter
 
 from cct.rollout import Prompt, Response
 
@@ -36,7 +40,9 @@ class Sampled:
     keep: bool = True
     """False where the environment failed under `on_error: drop`, or the episode could not begin."""
 
-    def rows(self, rewards: Sequence[float], keep: bool, number: int, group: int, iteration: int) -> list[Row]:
+    def rows(
+        self, rewards: Sequence[float], keep: bool, number: int, group: int, iteration: int, version: int = 0
+    ) -> list[Row]:
         """As rows of a rollout, once it is judged. number: of the episode in its iteration. group: of its prompt."""
         found, first = list[Row](), 0
         for order, span in enumerate(self.spans):
@@ -55,6 +61,7 @@ class Sampled:
                 first,
                 tuple(span.tokens),
                 tuple(span.turns),
+                version,
             )
             first += len(row.emitted)
             found.append(row)
@@ -91,6 +98,8 @@ class Row:
     """All that follow the prompt, observations included; where none are given, those of the response."""
     turns: tuple[int, ...] = ()
     """Of each of them its turn, `OBSERVED` where the policy did not emit it; where none are given, all are of turn 0."""
+    version: int = 0
+    """The iteration whose update made the policy that emitted it; 0 for the starting policy."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
@@ -115,6 +124,60 @@ class Row:
     def logprobs(self) -> tuple[float, ...]:
         """Of the tokens that the policy emitted in this row, as the engine drew them."""
         return self.response.logprobs[self.first : self.first + len(self.emitted)]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A response continued from within, judged."""
+
+    said: tuple[int, ...]
+    """What was emitted first: of an episode the rest of the turn, else one token."""
+    value: float
+    """Return from there on."""
+
+    @classmethod
+    def of(cls, response: Response, rewards: Sequence[float], count: int) -> Continuation:
+        """The whole response, which was continued after its first `count` tokens."""
+        ends = accumulate(turn.tokens for turn in response.turns)
+        said = response.tokens[count : next((end for end in ends if end > count), count + 1)]
+        return cls(said, sum(rewards[count:]))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was sampled and judged for an iteration."""
+
+    iteration: int
+    rows: list[Row]
+    """In the order of the prompts."""
+    counts: dict[str, float]
+    """Metrics: what failed, and how prompts were replaced."""
+    extra: int = 0
+    """Prompts that refills had drawn before."""
+    replaced: list[list[int]] = field(default_factory=list)
+    """Of each refill the groups whose prompts it replaced."""
+
+    def as_json(self) -> str:
+        """All but the `meta` of prompts, which may hold anything."""
+        bare = [replace(row, prompt=_bare(row.prompt), asked=row.asked and _bare(row.asked)) for row in self.rows]
+        return json.dumps(asdict(replace(self, rows=bare)))
+
+    @classmethod
+    def from_json(cls, text: str) -> Samples:
+        return TypeAdapter(cls).validate_python(json.loads(text))
+
+    def of(self, prompts: Sequence[Prompt]) -> Samples:
+        """With the `meta` of the task's prompts, one of each group."""
+
+        def known(row: Row) -> Row:
+            meta = prompts[row.group].meta
+            return replace(row, prompt=replace(row.prompt, meta=meta), asked=row.asked and replace(row.asked, meta=meta))
+
+        return replace(self, rows=[known(row) for row in self.rows])
+
+
+def _bare(prompt: Prompt) -> Prompt:
+    return replace(prompt, meta={})
 
 
 def episode_metrics(rows: Sequence[Row]) -> dict[str, float]:
