@@ -40,8 +40,7 @@ class Sampler:
         ranks: Ranks | None = None,  # None: those there are when something is asked for
         say: Callable[[str], None] = lambda line: None,  # called with what a person should see
     ):
-        self.recipe, self.actor, self.tokenizer = recipe, actor, tokenizer
-        self.say = say
+        self.recipe, self.actor, self.tokenizer, self.say = recipe, actor, tokenizer, say
         self.episodes: Episodes | None = None
         if recipe.environment is not None:
             environment = recipe.environment.fitted(tokenizer.chat_template)
@@ -143,12 +142,10 @@ class Sampler:
             for row in one.rows(reward, kept, number, number // each, iteration, version)
         ]
         totals = [total if kept and one.keep else None for total, kept, one in zip(totals, keep, sampled, strict=True)]
-        gathered = ranks.gather((mine, totals, failures))
-        rows, failed = [row for part, _, _ in gathered for row in part], [failures for _, _, failures in gathered]
-        if not recipe.training.refill:
-            return rows, [], failed
-        totals = [total for _, some, _ in gathered for total in some]
-        return rows, without_contrast([group for group in groups for _ in range(each)], totals), failed
+        gathered = ranks.gather((mine, totals, [failures]))
+        rows, totals, failed = ([x for part in gathered for x in part[kind]] for kind in range(3))
+        flat = without_contrast([group for group in groups for _ in range(each)], totals) if recipe.training.refill else []
+        return rows, flat, failed
 
     def greedy_scores(self, prompts: Sequence[Prompt], iteration: int) -> list[float]:
         """The score of one greedy response to each prompt, NaN where it is not kept."""
