@@ -180,14 +180,12 @@ class Loop(Updates):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         past = [{name: x.cpu() for name, x in data.tensors.items()} for data in self.past]
-        origin, ahead = origin_of(self.recipe), self.ahead.samples
         checkpoint[STATE] = {
             "moments": self.estimator.moments,
             "lessons": past,
-            "lessons_of": origin,
+            "lessons_of": origin_of(self.recipe),
             "extra": self.sampler.extra,
-            "ahead": None if ahead is None else ahead.as_json(),
-            "ahead_of": f"{self.recipe.seed} {origin}",
+            "ahead": None if self.ahead.samples is None else self.ahead.samples.as_json(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -198,7 +196,7 @@ class Loop(Updates):
             past = []
         self.sampler.extra = state.get("extra", 0)
         if (saved_ahead := state.get("ahead")) is not None:
-            self.ahead.restore(saved_ahead, again=state["ahead_of"] != f"{self.recipe.seed} {origin_of(self.recipe)}")
+            self.ahead.restore(saved_ahead, again=state["lessons_of"] != origin_of(self.recipe))
         size = self.recipe.training.minibatch_size
         for saved in past:  # of a run from before episodes
             saved.setdefault("cuts", torch.full((len(saved["mask"]) // size,), size))
