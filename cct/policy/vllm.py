@@ -56,6 +56,10 @@ class VLLM(Generation):
         return self.max_length, f"generation.max_length ({self.max_length})"
 
     @property
+    def unread(self) -> dict[str, str]:
+        return {"sleep": "with lag: 1 the engine samples while the policy is updated, and never sleeps"} if self.lag else {}
+
+    @property
     def processes_per_engine(self) -> int:
         return self.tensor_parallel
 
