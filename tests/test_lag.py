@@ -20,7 +20,8 @@ from cct.policy.builtin import Transformers
 from cct.policy.sampling import TransformersEngine
 from cct.rollout import Prompt, Response, Turn
 from cct.run_folder import RunFolder
-from cct.training.credit import Estimator, random_order
+from cct.training.credit import Estimator
+from cct.training.minibatches import random_order
 from cct.training.rows import Row, Samples
 from cct.training.run import resume
 from cct.training.sampler import Sampler
