@@ -197,6 +197,17 @@ def recipe_sizes() -> tuple[int, int]:
     return found.actor, found.critic
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_an_engine_that_samples_beside_the_update_keeps_all_it_has(engine):
+    lagging = parts(f"generation={{use: {engine}, lag: 1}}", "geometry.correction=truncate")
+    sampling = sum(
+        lagging["generate"][name] for name in lagging["generate"] if "engine" in name or name in ("KV cache", "logits")
+    )
+    assert lagging["generate"]["engine weights"] > 0
+    for phase in ("read", "policy pass"):
+        assert lagging[phase]["engine beside the update"] == sampling
+
+
 def test_what_is_offloaded_is_not_on_the_device():
     stage = "training.strategy=deepspeed_3"
     assert "optimizer states" not in parts(stage, "training.offload=optimizer")["policy pass"]

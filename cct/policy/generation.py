@@ -40,6 +40,10 @@ class Generation(Component):
     fail: refuse them before the run. drop: leave them out, and replace them in training. Both report how many."""
     batch_size: int = Field(256, ge=1)
     """Sequences decoded at once."""
+    lag: Literal[0, 1] = 0
+    """Updates between the weights that sample a response and those that learn from it. 0: an iteration is sampled from the
+    policy that it updates. 1: while an iteration updates the policy, the next one is sampled from the weights before this
+    update. That needs an importance correction: `geometry.correction`, `ratio_to: engine`, or a transport that has one."""
 
     @property
     def provides(self) -> frozenset[str]:

@@ -77,6 +77,10 @@ class VLLM(OfVLLM):
     """Free the engine's GPU memory while training."""
 
     @property
+    def unread(self) -> dict[str, str]:
+        return {"sleep": "with lag: 1 the engine samples while the policy is updated, and never sleeps"} if self.lag else {}
+
+    @property
     def processes_per_engine(self) -> int:
         return self.tensor_parallel
 
