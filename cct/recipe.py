@@ -57,6 +57,10 @@ class Training(Knobs):
     """Prompts in an iteration."""
     responses_per_prompt: int = Field(16, ge=1, le=10**6)
     """Responses sampled for each prompt."""
+    refill: int = Field(0, ge=0, le=100)
+    """Maximum number of rounds in an iteration that replace prompts without contrast, those whose responses all have the same
+    score by the first evidence, by the task's next prompts (dynamic sampling of DAPO, Yu et al. 2025). What has no contrast
+    after the last round stays, so the number of responses is always the same. 0: none. No effect in the critic's warm-up."""
     epochs: int = Field(1, ge=1, le=100)
     """Passes of the policy update over an iteration's responses."""
     minibatch_size: int = Field(128, ge=1, le=10**9)

@@ -216,6 +216,17 @@ def recipe_sizes() -> tuple[int, int]:
     return found.actor, found.critic
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_an_engine_that_samples_beside_the_update_keeps_all_it_has(engine):
+    lagging = parts(f"generation={{use: {engine}, lag: 1}}", "geometry.correction=truncate")
+    sampling = sum(
+        lagging["generate"][name] for name in lagging["generate"] if "engine" in name or name in ("KV cache", "logits")
+    )
+    assert lagging["generate"]["engine weights"] > 0
+    for phase in ("read", "policy pass"):
+        assert lagging[phase]["engine beside the update"] == sampling
+
+
 def test_what_is_offloaded_is_not_on_the_device():
     stage = "training.strategy=deepspeed_3"
     assert "optimizer states" not in parts(stage, "training.offload=optimizer")["policy pass"]
@@ -246,6 +257,13 @@ def test_vllm_takes_its_share_and_frees_it_where_it_sleeps():
 def test_auto_is_transformers_on_a_cpu_and_vllm_on_a_gpu():
     recipe = small("generation={use: auto, max_new_tokens: 48}")
     assert "engine KV cache" in plan(recipe, GB).phases["generate"] and "KV cache" in plan(recipe).phases["generate"]
+
+
+def test_servers_take_nothing_of_the_trainers_memory():
+    recipe = small().model_copy(update={"generation": engines["vllm_server"](servers=2, max_new_tokens=48)})
+    found = plan(recipe, GB)
+    assert not any("engine" in name or "KV cache" in name for phase in found.phases.values() for name in phase)
+    assert any("servers are not in this plan" in note for note in found.notes)
 
 
 # --- models of known size ---------------------------------------------------------------------

@@ -24,17 +24,19 @@ from .weights import generating_by, is_split, named_weights
 
 
 class TransformersEngine(Engine):
-    """transformers' `generate` on the actor itself, or on a whole copy where ZeRO-3 or FSDP has split its weights.
+    """transformers' `generate` on the actor itself, or on a whole copy.
 
-    On split weights the processes would have to agree on every forward, and their responses end at different lengths.
+    A copy where ZeRO-3 or FSDP has split the weights: the processes would have to agree on every forward, and their responses
+    end at different lengths. A copy too where `lag` samples from the weights before an update, while that changes the actor's.
     """
 
     def __init__(self, knobs: Generation, actor: PreTrainedModel, tokenizer: Tokenizer):
         super().__init__(knobs, actor, tokenizer)
         self.model = actor
-        if is_split(actor):
-            whole = cast(PreTrainedModel, type(actor)(actor.config))
-            self.model = whole.to(device=actor.device, dtype=actor.dtype)  # type: ignore[call-arg]
+        if knobs.lag or is_split(actor):
+            self.model = cast(PreTrainedModel, type(actor)(actor.config).to(device=actor.device))  # type: ignore[call-arg]
+            for parameter in self.model.parameters():  # buffers, such as rotary frequencies, keep their precision
+                parameter.data = parameter.data.to(actor.dtype)
             self.sync()
 
     def sync(self) -> dict[str, float]:

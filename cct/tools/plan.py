@@ -192,6 +192,8 @@ def _phases(
     engine = _engine(recipe, foot, plan, gpu, problems)
     sleeps = gpu is not None and getattr(recipe.generation, "sleep", False)
     asleep = {} if sleeps else {name: size for name, size in engine.items() if name.startswith("engine")}
+    if recipe.generation.lag:  # it samples beside the update
+        asleep = {"engine beside the update": sum(engine.values())}
 
     def gradients(parameters: int) -> int:
         both = learning if deepspeed else parameters  # DeepSpeed has zeros for the part that does not learn
@@ -224,12 +226,14 @@ def _phases(
 def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, problems: Problems) -> dict[str, int]:
     """What the generation engine holds while it samples; parts named after it stay unless it sleeps."""
     generation, length = recipe.generation, plan.prompt + plan.width
+    if generation.elsewhere:
+        plan.notes.append("vLLM's servers are not in this plan: they have memory of their own")
+        return {}
     shares = getattr(generation, "memory_fraction", None)
     if shares is None or (generation.use == "auto" and gpu is None):  # transformers, on the weights being trained
         sequences = min(generation.batch_size, max(plan.responses, len(problems.held_out)) // plan.processes or 1)
-        copy = (
-            foot.actor * foot.weight_bytes if recipe.training.strategy in ("fsdp", "deepspeed_3") else 0
-        )  # whole, of split ones
+        copied = generation.lag or recipe.training.strategy in ("fsdp", "deepspeed_3")  # whole, of split ones
+        copy = foot.actor * foot.weight_bytes if copied else 0
         cache = sequences * length * foot.cache_per_token * foot.weight_bytes
         return {"engine weights": copy, "KV cache": cache, "logits": SAMPLING_COPIES * sequences * foot.vocabulary * 4}
     knobs: Any = generation
@@ -456,6 +460,7 @@ def _advice(recipe: Recipe, found: Plan) -> str:
         "logits": "training.micro_batch_size, micro_batch_tokens or generation.max_new_tokens",
         "rollout": "critic.depth, training.responses_per_prompt or more GPUs",
         "engine weights": "generation.tensor_parallel, or generation.sleep: true",
+        "engine beside the update": "generation.lag: 0, generation.batch_size, or generation.memory_fraction",
         "engine KV cache": "generation.memory_fraction",
         "KV cache": "generation.batch_size",
     }.get(part, "a smaller model")
