@@ -163,7 +163,7 @@ class Loop(Updates):
         """Greedy evaluation of the current policy on the sets that are due after an iteration."""
         self.on_stage("evaluate")
         started = time.perf_counter()
-        found = evaluate(self.sampler, iteration)
+        found = evaluate(self.sampler, iteration, only_due=True)
         self.evaluated |= found
         return found | {"time/evaluate": time.perf_counter() - started} if found else {}
 
