@@ -14,9 +14,9 @@ from .sampler import Sampler
 
 
 def evaluate(sampler: Sampler, iteration: int | None = None, *, only_due: bool = False) -> dict[str, float]:
-    """Greedy decoding of the task's held-out prompts and of further sets; of the task's, `eval/accuracy` is the first evidence's mean, `eval/reward` the
-    sum's, and those of `evaluation.sets` are under `sets/NAME`.
+    """Greedy decoding of the task's held-out prompts, `eval/accuracy` and so on, and of further sets, under `sets/NAME`.
 
+    Accuracy is the first evidence's mean, reward the sum's.
     iteration: after which it is, the recipe's last one where it is not given. only_due: leave out sets that are not due then.
     """
     recipe, knobs = sampler.recipe, sampler.recipe.evaluation
