@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,7 +55,8 @@ def main(arguments: list[str] | None = None, benchmarks: Benchmarks = BENCHMARKS
     for name in options.names or benchmarks:
         full, quick = benchmarks[name]
         if name == "step" and options.prompt:
-            full = quick = lambda: step.long_prompts(options.prompt, options.responses)
+            full = partial(step.long_prompts, options.prompt, options.responses)
+            quick = partial(full, rounds=1, iterations=2)
         started = time.perf_counter()
         result = (quick if options.quick else full)()
         text = markdown(result)

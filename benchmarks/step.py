@@ -123,13 +123,16 @@ SHARING = {
 }
 
 
-def long_prompts(prompt: int, responses: str, rounds: int = 3) -> Result:
-    """Prompts of so many tokens, `16x32` responses to each of 8: with their prompts shared, without, and TRL.
+def long_prompts(prompt: int, responses: str, rounds: int = 3, iterations: int = 3, prompts: int = 8) -> Result:
+    """Prompts of so many tokens, `16x32` responses to each of them: with their prompts shared, without, and TRL.
+
+    iterations: at least 2, as the last one, after which a run evaluates, is not timed.
 
     By the CPU's time, all threads together, which what else a machine does disturbs less than the clock.
     """
     count, tokens = map(int, responses.split("x"))
-    size = Size(prompts=8, responses=count, tokens=tokens, iterations=3, prompt=prompt)
+    minibatch = min(SIZE.minibatch, prompts * count)
+    size = Size(prompts, count, tokens, minibatch, iterations=iterations, prompt=prompt)
     recipes = {name: recipe(size, *knobs) for name, knobs in SHARING.items()}
     each: dict[str, Callable[[], Iterations]] = {name: lambda one=one: of_cct(one) for name, one in recipes.items()}  # type: ignore[misc]
     if find_spec("trl") is not None:
@@ -156,7 +159,7 @@ def long_prompts(prompt: int, responses: str, rounds: int = 3) -> Result:
     peak, peak_apart = (memory[name] for name in list(SHARING)[:2])
     if peak and peak_apart:
         targets.append(Target("peak memory: grpo / without sharing", (peak / peak_apart,), most=0.6))
-    title = f"An iteration: 8 prompts of {prompt} tokens, {count} responses of {tokens} each, minibatches of {size.minibatch}"
+    title = f"An iteration: {prompts} prompts of {prompt} tokens, {count} x {tokens} to each, minibatches of {minibatch}"
     columns = ("", "CPU s", "tokens per CPU second", "times cct grpo", "peak memory of a run")
     return Result((Table(title, columns, tuple(rows)), stages(found, list(recipes))), tuple(targets))
 

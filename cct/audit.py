@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cct.evidence import Evidence, Failure
 from cct.policy.chat import examine
@@ -107,7 +107,11 @@ def audit(recipe: Recipe) -> Audit:
     """
     result, alphabet = audit_turns(recipe), recipe.alphabet if recipe.policy.reads_alphabet else ""
     tokenizer = recipe.policy.tokenizer(alphabet=alphabet)
-    positions = getattr(recipe.policy.config(alphabet=alphabet).get_text_config(), "max_position_embeddings", None)
+    config = recipe.policy.config(alphabet=alphabet)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if refused := _unshared(recipe, config):
+        text = f"training.share_prefix: the policy cannot share prompts: {refused}"
+        (result.problems if recipe.training.share_prefix is True else result.lines).append(text)
     sets = {"training": drawn(recipe), "held out": list(recipe.task.held_out())}
     sets |= {place: list(task.held_out()) for place, task in recipe.evaluation.other_tasks.items()}
     endless = recipe.task.training() is None
@@ -143,6 +147,13 @@ def audit(recipe: Recipe) -> Audit:
                 f"if it should, set policy.response_prefix to {opened[0]!r}"
             )
     return result
+
+
+def _unshared(recipe: Recipe, config: Any) -> str:
+    """Why the policy cannot share prompts, as far as its configuration tells; empty where it can or need not."""
+    from cct.policy.sharing import sharing_of_config
+
+    return sharing_of_config(config).refused if recipe.training.share_prefix else ""
 
 
 def audit_turns(recipe: Recipe) -> Audit:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cct.handover import HandoverError
+from cct.policy.generation import EngineError
 from cct.recipe import RecipeError
 from cct.registry import RAISED, Knobs, error_text
 
@@ -41,3 +42,12 @@ def of_recipe() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise RecipeError(str(error)) from error
+
+
+@contextmanager
+def of_engine() -> Iterator[None]:
+    """Raises TrainingStopped with what an engine says."""
+    try:
+        yield
+    except EngineError as error:
+        raise TrainingStopped(str(error)) from error

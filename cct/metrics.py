@@ -50,6 +50,15 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
     Metric("train/truncated", "share of responses cut by the length limit", "0 to 1"),
     Metric("train/dropped", "share of responses left out of the update", "0 to 1"),
     Metric("train/overlong", "prompts replaced because they are too long, under `generation.overlong: drop`", "prompts"),
+    Metric(
+        "refill/rounds, refill/prompts, refill/tokens",
+        "with `training.refill`: rounds that replaced prompts without contrast, prompts replaced, and tokens sampled for "
+        "these, which `train/tokens` does not include",
+        "number",
+    ),
+    Metric(
+        "refill/without_contrast", "share of the iteration's prompts that are without contrast after the last round", "0 to 1"
+    ),
     Metric("episode/turns", "mean number of turns of an episode, where the recipe has an environment", "turns"),
     Metric("episode/observed", "mean number of tokens of an episode that its environment put in", "tokens"),
     Metric(
@@ -134,16 +143,35 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
     Metric(
         "engine/logprob_gap, engine/logprob_gap_max",
         "mean and largest difference between the engine's and the trainer's log-probabilities of the sampled tokens, "
-        "where the behaviour forward ran",
+        "where the behaviour forward ran; with `generation.lag` the last update's change of the policy is in it",
         "nats",
     ),
-    Metric("engine/probe_gap", "mean difference on fixed sequences after the engine's weights were updated (`vllm`)", "nats"),
+    Metric(
+        "engine/probe_gap",
+        "mean difference on fixed sequences after the engine's weights were updated (`vllm`; of `vllm_server` the largest)",
+        "nats",
+    ),
+    Metric("engine/servers", "servers in use after their weights were updated (`vllm_server`)"),
+    Metric("engine/asked_again", "responses asked for again after a fault of a server, since the last update (`vllm_server`)"),
     Metric(
         "correction/raw, correction/raw_max, correction/used, correction/changed",
         "mean and largest importance ratio of the sampled tokens, mean weight in the loss, share of tokens where ratio "
         "and weight differ; with `geometry.correction`",
         "ratio, 0 to 1",
     ),
+    Metric(
+        "lag/age",
+        "with `generation.lag`: mean number of updates between the weights that sampled a token and those that the "
+        "iteration's update starts from",
+        "updates",
+    ),
+    Metric(
+        "lag/ratio, lag/ratio_max",
+        "mean and largest importance ratio of the sampled tokens, the policy before the update to the one that sampled, where "
+        "the behaviour forward ran",
+        "ratio",
+    ),
+    Metric("lag/effective_sample_size", "mean ratio² / mean of ratio²: 1 where these two policies agree", "0 to 1"),
     Metric("actor/gradient_norm", "mean norm before clipping, over the policy's steps"),
     Metric(
         "evidence/errors/NAME",
@@ -169,6 +197,8 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
     Metric("time/behaviour", "the forward that gives log-probabilities, statistics and values", "s"),
     Metric("time/transport", "the transport, and building minibatches", "s"),
     Metric("time/update", "optimizer steps of critic and policy", "s"),
+    Metric("time/wait", "with `generation.lag`: after the update, until the next iteration's responses are there", "s"),
+    Metric("time/ahead", "sampling and judging the next iteration, beside the stages above and not part of them", "s"),
     Metric("time/iteration", "from the first prompt to the end of the update, including everything between these stages", "s"),
     Metric("time/sync", "updating the engine's weights; not part of `time/iteration`", "s"),
     Metric("time/evaluate", "the evaluation; not part of `time/iteration`", "s"),
@@ -216,7 +246,16 @@ CELLS = _names(  # columns of a study's cells.csv: small enough to commit, enoug
     "actor/gradient_norm, time/iteration"
 )
 EXPLAINED = ("baseline/explained_variance", "critic/explained_variance")  # the first that there is, as the transport read it
-STAGES = ("generate", "evidence", "greedy", "branch", "behaviour", "transport", "update")  # of an iteration: `time/STAGE`
+STAGES = (
+    "generate",
+    "evidence",
+    "greedy",
+    "branch",
+    "behaviour",
+    "transport",
+    "update",
+    "wait",
+)  # of an iteration: `time/STAGE`
 
 
 @dataclass(frozen=True)

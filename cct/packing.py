@@ -6,6 +6,7 @@ response go on from its own prompt, and it attends to that prompt and to itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Prompts are shared by `auto` where a pack has at most this share of the rows' tokens.
-SHARED_AT_MOST = 0.5
+SHARED_AT_MOST = 0.75
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,12 @@ class Packed:
     prompts: Spans
     responses: Spans
     """In the pack's order."""
-    by_prompt: Spans
-    """The responses to each prompt, as one sequence."""
+    asked: Tensor
+    """[A] the number of each response's prompt, in the pack's order."""
+    padded: bool
+    """Whether the rows have padding."""
+    seen: Tensor
+    """[A or 1, 1, Q, K] bool, what responses padded to Q tokens see of their prompt, padded, and of themselves."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -116,9 +121,23 @@ class Packed:
         own, asked = self.responses.flat(self.responses.padded(x).cummax(1).values), prompt.index_select(0, self.ends)
         return torch.cat([prompt, torch.where(own >= asked, own, asked)])
 
+    def parts(self, query: Tensor, *of_keys: Tensor) -> Iterator[tuple[Spans, list[Tensor], Tensor | None]]:
+        """Prompts, then responses, as batches that attend by themselves: sequences, [query, *keys], mask.
+
+        query: [N, H, d], given as [A, H, Q, d]; of_keys: [N, H_kv, d] each, given as [A, H_kv, K, d], those of responses after
+        their prompt's. mask: None is causal.
+        """
+        of_prompts, of_responses = ([spans.padded(x) for x in of_keys] for spans in (self.prompts, self.responses))
+        whole = [
+            torch.cat([prompt.index_select(0, self.asked), own], 1)
+            for prompt, own in zip(of_prompts, of_responses, strict=True)
+        ]
+        for spans, keys, mask in ((self.prompts, of_prompts, None), (self.responses, whole, self.seen)):
+            yield spans, [x.transpose(1, 2) for x in (spans.padded(query), *keys)], mask
+
     def visible(self) -> Tensor | None:
         """[B, 1, S, S] bool of the rows: causal, without padding; None where there is no padding and causal says it all."""
-        if bool(self.attention_mask.all()):
+        if not self.padded:
             return None
         position = torch.arange(self.attention_mask.shape[1], device=self.places.device)
         return (position <= position.unsqueeze(1)) & self.attention_mask[:, None, None, :]
@@ -160,7 +179,7 @@ def pack(input_ids: Tensor, attention_mask: Tensor, width: int) -> Packed:
     per_prompt = length.new_zeros(count).index_add(0, group, length)
     order = group.argsort(stable=True)
     prompts = Spans.of(of_prompt, 0)
-    responses, by_prompt = Spans.of(length[order], prompts.count), Spans.of(per_prompt, prompts.count)
+    responses = Spans.of(length[order], prompts.count)
     starts = torch.empty_like(length)
     starts[order] = prompts.count + length[order].cumsum(0) - length[order]
     first = (of_prompt.cumsum(0) - of_prompt)[group]
@@ -182,123 +201,34 @@ def pack(input_ids: Tensor, attention_mask: Tensor, width: int) -> Packed:
         (of_prompt.cumsum(0) - 1).repeat_interleave(per_prompt),
         prompts,
         responses,
-        by_prompt,
+        group[order],
+        not bool(mask.all()),
+        _seen(prompts.padding, prompts.shape[1], responses.shape[1], group[order]),
     )
 
 
-def shared_attention(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float) -> Tensor:
-    """Attention [N, H, d] over a pack. query: [N, H, d]; key, value: [N, H_kv, d], H a multiple of H_kv.
+def _seen(padding: Tensor | None, asked: int, width: int, of: Tensor) -> Tensor:
+    """`Packed.seen`, of the padding of prompts of `asked` tokens, and the prompt of each response."""
+    prompt = torch.ones(1, asked, dtype=torch.bool, device=of.device) if padding is None else ~padding[of]
+    own = torch.ones(width, width, dtype=torch.bool, device=of.device).tril().expand(len(prompt), -1, -1)
+    return torch.cat([prompt.unsqueeze(1).expand(-1, width, -1), own], 2).unsqueeze(1)
 
-    Prompts attend causally to themselves. Responses attend to their prompt and, causally, to themselves; the two are merged by
-    their log-sum-exps (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022), so no key is copied. As PyTorch's kernels
-    do, it computes in autocast's precision. On the CPU and on CUDA.
+
+def shared_attention(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float) -> Tensor:
+    """Attention [N, H, d] over a pack. query: [N, H, d]; key, value: [N, H_kv, d], H a multiple of each one's H_kv.
+
+    Prompts attend causally to themselves, responses to their prompt and, causally, to themselves. As PyTorch's own, it computes
+    in autocast's precision.
     """
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    return _SharedAttention.apply(query, key.to(query.dtype), value.to(query.dtype), packed, scaling)  # type: ignore[no-any-return]
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scaling: float) -> tuple[Tensor, Tensor]:
-    """`shared_attention` [N, H, d] and the log-sum-exp [N, H] of its logits, without a gradient."""
-    prompts, own, asking = packed.prompts, packed.responses, packed.by_prompt
-    keys, values = prompts.padded(key), prompts.padded(value)
-    before, its_lse = map(prompts.flat, _kernel(prompts.padded(query), keys, values, True, None, scaling))
-    mask = _hidden(packed, query.dtype)
-    first, first_lse = map(asking.flat, _kernel(asking.padded(query), keys, values, False, mask, scaling))
-    after, after_lse = map(own.flat, _kernel(own.padded(query), own.padded(key), own.padded(value), True, None, scaling))
-    lse = torch.logaddexp(first_lse, after_lse)
-    merged = first * (first_lse - lse).exp().unsqueeze(2) + after * (after_lse - lse).exp().unsqueeze(2)
-    return torch.cat([before, merged.to(before.dtype)]), torch.cat([its_lse, lse])
-
-
-class _SharedAttention(torch.autograd.Function):
-    """A kernel's backward over a part of the keys is right for that part, given output and log-sum-exp of the whole."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, packed, scaling):
-        output, lse = attend(query, key, value, packed, scaling)
-        ctx.packed, ctx.scaling = packed, scaling
-        ctx.save_for_backward(query, key, value, output, lse)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        packed, scaling, (query, key, value, output, lse) = ctx.packed, ctx.scaling, ctx.saved_tensors
-        prompts, own, asking = packed.prompts, packed.responses, packed.by_prompt
-
-        def through(queries, keys, causal, mask=None):
-            of_queries = [queries.padded(x) for x in (grad, query, output, lse)]
-            of_keys = [keys.padded(x) for x in (key, value)]
-            gradients = _kernel_backward(*of_queries, *of_keys, causal, mask, scaling)  # type: ignore[call-arg]
-            return queries.flat(gradients[0]), keys.flat(gradients[1]), keys.flat(gradients[2])
-
-        before, after = through(prompts, prompts, True), through(own, own, True)
-        first = through(asking, prompts, False, _hidden(packed, query.dtype))
-        of_query = torch.cat([before[0], first[0] + after[0]])
-        of_key, of_value = (torch.cat([before[i] + first[i], after[i]]) for i in (1, 2))
-        return of_query, of_key, of_value, None, None
-
-
-def _hidden(packed: Packed, dtype: torch.dtype) -> Tensor | None:
-    """[G, 1, Q, P], -inf at the padding of prompts, 0 elsewhere; None where they are of one length."""
-    padding, queries = packed.prompts.padding, packed.by_prompt.shape[1]
-    if padding is None:
-        return None
-    count, width = padding.shape
-    mask = torch.zeros(
-        count, 1, 1, width + -width % 16, dtype=dtype, device=padding.device
-    )  # a stride that CUDA's kernel takes
-    return mask[..., :width].masked_fill_(padding[:, None, None], -torch.inf).expand(-1, -1, queries, -1)
-
-
-def _kernel(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """Attention [A, Q, H, d] and log-sum-exp [A, Q, H]. query: [A, Q, H, d]; key, value: [A, K, H_kv, d]."""
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    aten = torch.ops.aten
-    if not query.is_cuda:
-        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, attn_mask=mask, scale=scaling
-        )
-    else:
+    if query.is_cuda:  # whose kernels that take a mask want as many heads of keys as of queries
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        mask = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
-        output, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, mask, True, 0.0, causal, scale=scaling
+    grouped = not query.shape[1] == key.shape[1] == value.shape[1]
+    attended = []
+    for spans, (queries, keys, values), mask in packed.parts(query, key.to(query.dtype), value.to(query.dtype)):
+        found = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
         )
-    return output.transpose(1, 2), lse[..., : query.shape[2]].transpose(1, 2)
-
-
-def _kernel_backward(
-    grad: Tensor,
-    query: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    scaling: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, in the shapes of `_kernel`."""
-    grad, query, output, lse, key, value = (x.transpose(1, 2) for x in (grad, query, output, lse, key, value))
-    aten = torch.ops.aten
-    if not query.is_cuda:
-        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, query, key, value, output, lse.contiguous(), 0.0, causal, attn_mask=mask, scale=scaling
-        )
-    else:
-        heads, shared = key.shape[1], query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
-        mask = None if mask is None else mask.expand(-1, query.shape[1], -1, -1)
-        lse = F.pad(lse, (0, -lse.shape[2] % 32)).contiguous()  # as the kernel itself pads it
-        seed = torch.zeros((), dtype=torch.long, device=query.device)  # of a dropout that there is not
-        every = [True, True, True, False]
-        gradients = aten._scaled_dot_product_efficient_attention_backward(
-            grad, query, key, value, mask, output, lse, seed, seed, 0.0, every, causal, scale=scaling
-        )
-        per_head = [x.unflatten(1, (heads, shared)).sum(2) for x in gradients[1:3]]
-        gradients = gradients[0], *per_head
-    return tuple(x.transpose(1, 2) for x in gradients)  # type: ignore[return-value]
+        attended.append(spans.flat(found.transpose(1, 2)))
+    return torch.cat(attended)

@@ -91,6 +91,41 @@ def truncated_sampling_is_corrected(recipe: Parts) -> Problems:
         )
 
 
+def lag_is_corrected(recipe: Parts) -> Problems:
+    generation, geometry = recipe.generation, recipe.geometry
+    if not generation.lag:
+        return
+    if "own" not in geometry.engine_ratio | recipe.transport.engine_ratio:
+        other = ", geometry.ratio_to to engine" if geometry.weighs else ""
+        yield (
+            "generation.lag",
+            "responses are sampled from the weights before the last update, and without a correction the loss takes them for "
+            f"the policy's own; set geometry.correction to truncate or mask{other}, or lag to 0",
+        )
+    if (share := generation.processes_per_engine) > 1:
+        yield (
+            "generation.lag",
+            f"{share} processes share an engine, and it would communicate between them during the update, whose own "
+            "communication it could block; set tensor_parallel to 1, or lag to 0",
+        )
+
+
+def refills_can_find_contrast(recipe: Parts) -> Problems:
+    training = recipe.training
+    if training.refill and training.responses_per_prompt < 2:
+        yield (
+            "training.refill",
+            "one response to a prompt never has contrast, so every prompt would be replaced in every round; set "
+            "training.responses_per_prompt to 2 or more, or refill to 0",
+        )
+    low, high = recipe.evidence[0].bounds
+    if training.refill and low >= high:
+        yield (
+            "training.refill",
+            f"the first evidence, '{recipe.evidence[0].use}', always gives {low:g}, so nothing has contrast",
+        )
+
+
 def engines_divide_processes(recipe: Parts) -> Problems:
     share = recipe.generation.processes_per_engine
     if recipe.training.processes % share:
@@ -98,6 +133,15 @@ def engines_divide_processes(recipe: Parts) -> Problems:
             "generation.tensor_parallel",
             f"{share} processes share an engine; this must divide the number of processes, "
             f"{recipe.training.processes} (training.devices x training.nodes)",
+        )
+
+
+def engines_reach_processes(recipe: Parts) -> Problems:
+    if recipe.generation.one_machine and recipe.training.nodes > 1:
+        yield (
+            "generation",
+            f"servers that cct starts serve the processes of one machine, and training.nodes is {recipe.training.nodes}; start "
+            "servers yourself and set urls to them",
         )
 
 
@@ -214,7 +258,10 @@ RULES: tuple[Callable[[Parts], Problems], ...] = (
     environment_is_read_right,
     groups_are_large_enough,
     truncated_sampling_is_corrected,
+    lag_is_corrected,
+    refills_can_find_contrast,
     engines_divide_processes,
+    engines_reach_processes,
     token_credit_reaches_tokens,
     responses_are_whitened_as_responses,
     kl_counts_once,

@@ -24,7 +24,7 @@ AT_ONCE, TRIES = 64, 1000
 
 
 def drawn(recipe: Recipe, bound: int = LOOK_AHEAD) -> list[Prompt]:
-    """Training prompts that the run draws, the critic's warm-up included, in a time that does not grow with its iterations.
+    """Training prompts that the run may draw, warm-up of the critic and all refills included; the time does not grow with them.
 
     Of a list of problems exactly those that come up, each once; of an endless stream the first `bound`.
     """
@@ -32,7 +32,7 @@ def drawn(recipe: Recipe, bound: int = LOOK_AHEAD) -> list[Prompt]:
     found: dict[int, Prompt] = {}
     for seed, rounds in (
         (recipe.seed + CRITIC_WARMUP_SEED, training.critic_warmup),
-        (recipe.seed, training.iterations),
+        (recipe.seed, training.iterations * (1 + training.refill)),
     ):
         count = rounds * training.prompts_per_iteration
         if listed and count >= len(listed):
@@ -41,17 +41,53 @@ def drawn(recipe: Recipe, bound: int = LOOK_AHEAD) -> list[Prompt]:
     return list(found.values())
 
 
-def training_prompts(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, iteration: int) -> tuple[list[Prompt], int]:
-    """An iteration's prompts, and how many of them were drawn instead of ones that are too long.
+def training_prompts(
+    recipe: Recipe,
+    actor: PreTrainedModel,
+    tokenizer: Tokenizer,
+    iteration: int,
+    extra: int = 0,
+    replaced: Sequence[Sequence[int]] = (),
+) -> tuple[list[Prompt], int]:
+    """The prompts of an iteration's groups, and how many of them were drawn instead of ones that are too long.
+
+    extra: prompts that refills drew in earlier iterations, by which the task's stream is further on. replaced: of each refill
+    of this iteration the groups that get the next prompts of the stream.
+    """
+    each = recipe.training.prompts_per_iteration
+    first = (
+        recipe.prompts(iteration, iteration)
+        if iteration < 1
+        else recipe.task.prompts(recipe.seed, (iteration - 1) * each + extra, each)
+    )
+    prompts, overlong = _fitted(recipe, actor, tokenizer, first, each, iteration)
+    for refill, groups in enumerate(replaced, 1):
+        fresh = recipe.task.prompts(recipe.seed, iteration * each + extra, len(groups))
+        fresh, more = _fitted(recipe, actor, tokenizer, fresh, len(groups), iteration, refill)
+        for group, prompt in zip(groups, fresh, strict=True):
+            prompts[group] = prompt
+        extra, overlong = extra + len(groups), overlong + more
+    return prompts, overlong
+
+
+def _fitted(
+    recipe: Recipe,
+    actor: PreTrainedModel,
+    tokenizer: Tokenizer,
+    first: Sequence[Prompt],
+    expected: int,
+    iteration: int,
+    refill: int = 0,
+) -> tuple[list[Prompt], int]:
+    """As many prompts, others in the place of those that are too long, and how many these are.
 
     Others come from a stream of the recipe's seed and the iteration, so their number stays and a resumed run draws the same.
     """
-    first, expected = recipe.prompts(iteration, iteration), recipe.training.prompts_per_iteration
     if len(first) != expected:
         raise ValueError(f"it returned {len(first)} prompts; expected {expected}")
     kept = fitting(recipe, actor, tokenizer, first)
     missing = len(first) - len(kept)
-    seed, start = derive_seed(recipe.seed, "overlong", iteration), 0
+    seed, start = derive_seed(recipe.seed, "overlong", iteration, *((refill,) if refill else ())), 0
     while len(kept) < len(first):
         if start > TRIES * missing:
             raise TrainingStopped(f"{missing} prompts are too long, and so are nearly all of {start} drawn to replace them")

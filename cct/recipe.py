@@ -57,6 +57,10 @@ class Training(Knobs):
     """Prompts in an iteration."""
     responses_per_prompt: int = Field(16, ge=1, le=10**6)
     """Responses sampled for each prompt."""
+    refill: int = Field(0, ge=0, le=100)
+    """Maximum number of rounds in an iteration that replace prompts without contrast, those whose responses all have the same
+    score by the first evidence, by the task's next prompts (dynamic sampling of DAPO, Yu et al. 2025). What has no contrast
+    after the last round stays, so the number of responses is always the same. 0: none. No effect in the critic's warm-up."""
     epochs: int = Field(1, ge=1, le=100)
     """Passes of the policy update over an iteration's responses."""
     minibatch_size: int = Field(128, ge=1, le=10**9)
@@ -83,11 +87,10 @@ class Training(Knobs):
     bootstrap_truncated: bool = True
     """Value the rest of a truncated response at the critic's V after its last token. If off, a truncated response ends with its
     score: use this for a tight limit that is part of the task, where an optimistic critic would reward long responses."""
-    share_prefix: Literal["auto", True, False] = False
-    """Compute a prompt once for all of its responses in a forward, in policy and critic. auto: on the CPU, if that leaves at
-    most half of the tokens and the policy's attention allows it. true: wherever possible; a policy that cannot share is
-    refused. It changes which rows go together and the rounding of sums, and nothing else. Off by default: it calls PyTorch's
-    attention kernels below their public interface."""
+    share_prefix: Literal["auto", True, False] = "auto"
+    """Compute a prompt once for all of its responses in a forward, in policy and critic. auto: where that leaves at most three
+    quarters of the tokens and the policy's attention allows it; a run says where it does not. true: wherever possible; a policy
+    that cannot share is refused. false: never. It changes which rows go together and the rounding of sums, and nothing else."""
     logits_at_once: int | None = Field(None, ge=1)
     """Maximum number of tokens whose logits over the vocabulary are in memory together; beyond it, the backward recomputes
     them. Null: as many as make 2^26 numbers. Changes no number."""

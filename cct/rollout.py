@@ -121,7 +121,7 @@ class Rollout:
     rewards: Tensor  # [B, T]
     groups: Tensor  # [B] int, responses to one prompt share a number
     truncated: Tensor  # [B] bool, cut by the length limit
-    logprobs: Tensor  # [B, T] of the behaviour policy, by the trainer's forward; where that was left out, by the engine
+    logprobs: Tensor  # [B, T] of the policy before the update, by the trainer's forward; where that was left out, by the engine
     rollout_logprobs: Tensor | None = None  # [B, T] of the distribution sampled from, by the engine
     values: Tensor | None = None  # [B, T] V(s_t)
     bootstrap: Tensor | None = None  # [B] V after the last token of a cut response, 0 elsewhere; None: nothing follows any

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from cct.training.loop import Loop
+from cct.training.loop import Ahead, Loop
 from cct.training.minibatches import CriticBatch, PolicyBatch
+from cct.training.rows import Samples
 from cct.training.sampler import Sampler
 
 
@@ -16,8 +17,8 @@ class Given(Sampler):
         super().__init__(*arguments)
         self.rows = rows
 
-    def sample(self, iteration, on_stage=lambda stage: None):
-        return self.rows
+    def sample(self, iteration, on_stage=lambda stage: None, version=None):
+        return Samples(iteration, self.rows, {})
 
 
 class Held(Loop):
@@ -27,6 +28,7 @@ class Held(Loop):
         super().__init__(recipe, agent, tokenizer, reference)
         if rows is not None:
             self.sampler = Given(rows, recipe, agent.actor, tokenizer)
+            self.ahead = Ahead(self.sampler)
         self.batches: list[PolicyBatch | CriticBatch] = []
 
     def update(self, batches):

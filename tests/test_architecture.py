@@ -60,6 +60,8 @@ TENSOR_FILES = {
     "sharing.py",
     "sampling.py",
     "weights.py",
+    "vllm_pool.py",
+    "vllm_remote.py",
 }
 
 

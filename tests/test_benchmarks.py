@@ -105,6 +105,13 @@ def test_a_whole_step():
     assert bool(result.notes) == (find_spec("trl") is None)
 
 
+def test_a_whole_step_over_long_prompts():
+    result = step.long_prompts(24, "4x4", rounds=1, iterations=2, prompts=2)
+    names = [row[0] for row in result.tables[0].rows]
+    assert names[: len(step.SHARING)] == list(step.SHARING) and (step.TRL in names) == (find_spec("trl") is not None)
+    assert len(result.targets) >= 2 + 2 * (step.TRL in names)
+
+
 def test_sharing():
     (table,) = sharing.run(sharing.QUICK, rounds=1, width=64, layers=2).tables
     assert len(table.rows) == 1 and 0.3 < float(table.rows[0][1]) < 1

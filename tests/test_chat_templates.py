@@ -216,7 +216,7 @@ def test_the_rollouts_mask_is_on_the_same_tokens(folders):
         "training.minibatch_size=4",
     )
     agent, tokenizer, _ = build(recipe)
-    rows = Sampler(recipe, agent.actor, tokenizer).sample(1)
+    rows = Sampler(recipe, agent.actor, tokenizer).sample(1).rows
     found = Held(recipe, agent, tokenizer, rows=rows).collect(1).rollout
     for row in rows:
         number, width = found.episodes.tolist().index(row.episode), len(row.tokens)

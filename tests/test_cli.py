@@ -279,6 +279,35 @@ def test_explain_prints_sources_needs_and_sizes(capsys):
     assert re.search(r"^# critic \(tac\): [1-9][\d,]* parameters$", output, re.M)
 
 
+CHUNKED = """
+from cct.policy import policies
+
+@policies.register("chunked")
+class Chunked(policies["scratch"]):
+    'A Qwen3 that says its last layer attends in chunks.'
+    def config(self, *, alphabet):
+        config = super().config(alphabet=alphabet)
+        config.layer_types = ["full_attention"] * (self.layers - 1) + ["chunked_attention"]
+        return config
+"""
+
+
+def test_explain_and_check_say_whether_prompts_are_shared(capsys, tmp_path):
+    said = "# training.share_prefix: on where it leaves at most 75% of a forward's tokens\n"
+    assert said in leaves(["explain", str(GRPO)], capsys)[1]
+    assert "# training.share_prefix: off\n" in leaves(["explain", str(GRPO), "--set", "training.share_prefix=false"], capsys)[1]
+    (tmp_path / "chunked.py").write_text(CHUNKED)
+    sets = ["--set", f"plugins=[{tmp_path / 'chunked.py'}]", "--set", "policy={use: chunked, layers: 2}"]
+    reason = "cannot share prompts: it has layers of chunked_attention"
+    assert f"off, as the policy {reason}" in leaves(["explain", str(GRPO), *sets], capsys)[1]
+    code, output, _ = leaves(["check", "--deep", str(GRPO), *sets], capsys)
+    assert code == 0 and f"training.share_prefix: the policy {reason}" in output
+    sets += ["--set", "training.share_prefix=true"]
+    assert f"refused, as the policy {reason}" in leaves(["explain", str(GRPO), *sets], capsys)[1]
+    code, _, errors = leaves(["check", "--deep", str(GRPO), *sets], capsys)
+    assert code == 2 and f"training.share_prefix: the policy {reason}" in errors
+
+
 def test_explain_of_a_critic_free_recipe_has_no_critic(capsys):
     output = leaves(["explain", str(GRPO)], capsys)[1]
     assert "needs groups, provided by training.responses_per_prompt" in output and "# critic" not in output

@@ -281,7 +281,7 @@ def test_what_the_template_opened_is_the_beginning_of_what_evidence_sees(chat, t
     recipe = load_recipe(over(tmp_path, knobs + evidence, NO_CRITIC))
     agent, tokenizer, _ = build(recipe)
     sampler = Sampler(recipe, agent.actor, tokenizer)
-    rows = sampler.sample(1)
+    rows = sampler.sample(1).rows
     assert all(row.response.text.startswith("so") and sum(row.rewards) == 1.0 for row in rows)
     states = [(row.group, row.response.tokens[:1]) for row in rows[:2]]
     continued, _ = sampler.continue_from(rows, states, 1, 0)

@@ -201,11 +201,11 @@ def test_an_episode_follows_from_its_seed_whatever_is_played_beside_it():
     recipe = game()
     agent, tokenizer, _ = build(recipe)
     sampler = Sampler(recipe, agent.actor, tokenizer)
-    whole = sampler.sample(1)
+    whole = sampler.sample(1).rows
     assert len({row.tokens for row in whole}) > 4 and max(len(row.response.turns) for row in whole) > 1
-    small = Sampler(game("generation.batch_size=3"), agent.actor, tokenizer).sample(1)
+    small = Sampler(game("generation.batch_size=3"), agent.actor, tokenizer).sample(1).rows
     assert told(small) == told(whole)
-    parts = [Sampler(recipe, agent.actor, tokenizer, ranks=Alone(rank, 3)).sample(1) for rank in range(3)]
+    parts = [Sampler(recipe, agent.actor, tokenizer, ranks=Alone(rank, 3)).sample(1).rows for rank in range(3)]
     assert told([row for part in parts for row in part]) == told(whole)
     seed = derive_seed(recipe.seed, "sample", 1)
     for row in whole[3:8:2]:
@@ -244,7 +244,7 @@ def test_an_episode_sampled_anew_keeps_its_beginning():
     recipe = game()
     agent, tokenizer, _ = build(recipe)
     sampler = Sampler(recipe, agent.actor, tokenizer)
-    row = max(sampler.sample(1), key=lambda row: len(row.response.turns))
+    row = max(sampler.sample(1).rows, key=lambda row: len(row.response.turns))
     tokens, turns = row.response.tokens, row.response.turns
     counts, anew = range(len(tokens)), list(range(100, 100 + len(tokens)))
     past = [Past.of(row.response, count) for count in counts]

@@ -147,7 +147,7 @@ class Baseline(GroupCritic):
 def made():
     recipe = tiny("compo")
     agent, tokenizer, _ = build(recipe)
-    return recipe, agent, tokenizer, Held(recipe, agent, tokenizer).sampler.sample(1)
+    return recipe, agent, tokenizer, Held(recipe, agent, tokenizer).sampler.sample(1).rows
 
 
 def stopped(made, iteration: int = 1, **parts: Any) -> str:

@@ -88,7 +88,7 @@ def test_empty_responses_are_wherever_responses_are(silent):
     metrics = evaluate(silent)
     assert (metrics["eval/accuracy"], metrics["eval/reward"], metrics["eval/length"]) == (0, 0, 0)
     assert evaluate_sampled(silent, 2, [1])["eval/pass@1"] == 0  # though 0 is the best that length gives
-    rows = talkative.sample(1)
+    rows = talkative.sample(1).rows
     states = [(rows[0].group, rows[0].response.tokens[:1])]
     found, cost = silent.continue_from(rows, states, 2, 0)
     assert found == [[]] and cost["branch/tokens"] == 0
@@ -176,5 +176,5 @@ def test_workers_and_a_run_know_the_iteration_too(tmp_path):
     recipe = tiny("grpo", f"evidence=[{{use: python, path: {tmp_path / 'own.py'}, workers: 0, time_limit: null}}]")
     agent, tokenizer, _ = build(recipe)
     sampler = Sampler(recipe, agent.actor, tokenizer)
-    assert {sum(row.rewards) for row in sampler.sample(2)} == {0.2}
+    assert {sum(row.rewards) for row in sampler.sample(2).rows} == {0.2}
     assert evaluate(sampler, 5)["eval/accuracy"] == pytest.approx(0.5)

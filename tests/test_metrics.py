@@ -34,6 +34,7 @@ def test_a_placeholder_stands_for_the_name_of_a_part():
         ("grpo", ["geometry.kl_coef=0.1", "geometry.correction=truncate", "training.minibatch_size=16"]),
         ("grpo", ["geometry={use: clip_cov}", "geometry.kl_in_reward=0.1"]),
         ("guess_number_grpo", []),
+        ("grpo", ["generation.lag=1", "geometry.correction=mask", "training.refill=1"]),
     ],
 )
 def test_every_metric_that_a_run_writes_is_explained(recipe, changes, tmp_path):

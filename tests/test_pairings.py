@@ -70,6 +70,25 @@ def test_retrace_holds_the_ratios_of_later_tokens_so_that_only_the_token_s_own_m
         assert "later tokens" in found and "set ratio_to to trainer" in found
 
 
+def test_a_lag_needs_a_correction(tmp_path):
+    found = the_problem(over(tmp_path, "generation: {lag: 1}"))
+    assert "generation.lag" in found and "before the last update" in found and "correction to truncate or mask" in found
+    for knobs in ("geometry: {ratio_to: engine}", "geometry: {correction: mask}", "transport: vtrace"):
+        assert load_recipe(over(tmp_path, f"{knobs}\ngeneration: {{lag: 1}}")).generation.lag == 1
+    found = the_problem(over(tmp_path, "generation: {lag: 1}\ngeometry: {use: policy_gradient, ratio_to: engine}"))
+    assert "generation.lag" in found and "ratio_to" not in found
+    shared = "generation: {use: vllm, lag: 1, tensor_parallel: 2}\ntraining: {devices: 2}\ngeometry: {correction: truncate}"
+    assert "set tensor_parallel to 1, or lag to 0" in the_problem(over(tmp_path, shared))
+    asleep = "generation: {use: vllm, lag: 1, sleep: false}\ngeometry: {correction: truncate}"
+    assert "never sleeps" in the_problem(over(tmp_path, asleep))
+
+
+def test_a_refill_needs_responses_that_can_differ(tmp_path):
+    alone = "training: {refill: 1, responses_per_prompt: 1, minibatch_size: 16}\ntransport: {use: reinforce_pp}"
+    assert "one response to a prompt never has contrast" in the_problem(over(tmp_path, alone, NO_CRITIC))
+    assert load_recipe(over(tmp_path, "training: {refill: 1}")).training.refill == 1
+
+
 def test_a_loss_without_a_ratio_is_not_corrected_by_what_the_ratio_is_to(tmp_path):
     text = "generation: {top_p: 0.9}\ngeometry: {use: policy_gradient, ratio_to: engine"
     found = the_problem(over(tmp_path, f"{text}}}"))

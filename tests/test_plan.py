@@ -131,13 +131,15 @@ def small(*sets: str):
     return load_recipe(ROOT / "recipes" / "compo.yaml", ["policy.warm_start=null", *sets])
 
 
-def feet(*sets: str, accumulates: bool = True):
+def feet(*sets: str, accumulates: bool = True, prompts: int | None = None):
     recipe = small(*sets)
     return footprint(
         recipe,
         recipe.policy.config(alphabet=recipe.task.alphabet),
         14,
         recipe.generation.max_new_tokens,
+        rows=recipe.training.rows_per_forward(14 + recipe.generation.max_new_tokens),
+        prompts=prompts,
         accumulates=accumulates,
     )
 
@@ -151,6 +153,23 @@ def test_what_the_passes_hold_follows_the_micro_batch_the_length_and_checkpointi
     assert feet("training.precision=bf16").policy_pass.total < 0.8 * whole.policy_pass.total
     first = feet(accumulates=False)  # the gradients of its 445,216 parameters are made in the pass
     assert first.policy_pass.left - whole.policy_pass.left == 4 * 445_216
+
+
+def test_a_shared_prompt_is_held_once():
+    """64 rows of 14 + 48 tokens, whose 4 prompts leave 3128 of 3968; responses get copies of their keys and values."""
+    apart, shared = feet(), feet(prompts=4)
+    for name in ("read", "critic_pass", "policy_pass"):
+        ratio = getattr(shared, name).total / getattr(apart, name).total
+        assert 3128 / 3968 - 0.02 < ratio < 0.95, name
+    every = ["logging.statistics=[{use: preplan}, {use: anchor}, {use: concentration}]"]
+    assert feet(*every, prompts=4).read.total >= shared.read.total
+
+
+def test_the_plan_knows_shared_prompts():
+    long = ["training.minibatch_size=64", "generation.max_new_tokens=8", "training.prompts_per_iteration=4"]
+    shared, apart = (plan(small(*long, f"training.share_prefix={on}")) for on in ("auto", "false"))
+    assert "share_prefix" in "".join(shared.notes) and "share_prefix" not in "".join(apart.notes)
+    assert shared.phases["policy pass"]["activations"] < 0.8 * apart.phases["policy pass"]["activations"]
 
 
 def test_the_trace_of_tac_is_counted_and_grows_with_its_depth():
@@ -197,6 +216,17 @@ def recipe_sizes() -> tuple[int, int]:
     return found.actor, found.critic
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_an_engine_that_samples_beside_the_update_keeps_all_it_has(engine):
+    lagging = parts(f"generation={{use: {engine}, lag: 1}}", "geometry.correction=truncate")
+    sampling = sum(
+        lagging["generate"][name] for name in lagging["generate"] if "engine" in name or name in ("KV cache", "logits")
+    )
+    assert lagging["generate"]["engine weights"] > 0
+    for phase in ("read", "policy pass"):
+        assert lagging[phase]["engine beside the update"] == sampling
+
+
 def test_what_is_offloaded_is_not_on_the_device():
     stage = "training.strategy=deepspeed_3"
     assert "optimizer states" not in parts(stage, "training.offload=optimizer")["policy pass"]
@@ -227,6 +257,13 @@ def test_vllm_takes_its_share_and_frees_it_where_it_sleeps():
 def test_auto_is_transformers_on_a_cpu_and_vllm_on_a_gpu():
     recipe = small("generation={use: auto, max_new_tokens: 48}")
     assert "engine KV cache" in plan(recipe, GB).phases["generate"] and "KV cache" in plan(recipe).phases["generate"]
+
+
+def test_servers_take_nothing_of_the_trainers_memory():
+    recipe = small().model_copy(update={"generation": engines["vllm_server"](servers=2, max_new_tokens=48)})
+    found = plan(recipe, GB)
+    assert not any("engine" in name or "KV cache" in name for phase in found.phases.values() for name in phase)
+    assert any("servers are not in this plan" in note for note in found.notes)
 
 
 # --- models of known size ---------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,6 +98,23 @@ def test_accumulated_gradients_are_those_of_the_whole_minibatch(strategy, one_pr
     split = "micro_batch_size=2" if strategy in ("ddp", "deepspeed_1") else "micro_batch_tokens=32"
     sets = [f"training.strategy={strategy}", f"training.{split}", "training.logits_at_once=5"]
     assert_same_numbers(RunFolder(two_processes(tmp_path, *sets)).metrics, one_process)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp",))])
+def test_rows_sampled_ahead_and_prompts_replaced_are_those_of_one_process(strategy, tmp_path):
+    sets = ["generation.lag=1", "geometry.correction=truncate", "training.refill=2", "training.iterations=3"]
+    sets += ["evidence=[{use: length, max_tokens: 7, buffer: 1}]"]  # most responses are cut, some groups all of them
+    one = RunFolder(run(tiny("compo", *SMALL, *sets), tmp_path / "one")).metrics
+    folder = two_processes(tmp_path, f"training.strategy={strategy}", *sets)
+    events = RunFolder(folder).metrics
+    assert_same_numbers(events, one)
+    for name in ("refill/prompts", "refill/rounds", "refill/without_contrast", "lag/age"):
+        assert [e.get(name) for e in events] == [e.get(name) for e in one]
+    assert sum(e.get("refill/prompts", 0) for e in events) > 0 and events[-1]["lag/age"] == 1
+    killed = shutil.copytree(folder, tmp_path / "killed")
+    RunFolder(killed).checkpoints[-1].unlink()
+    by_a_launcher("run", "--resume", str(killed))
+    assert_same_numbers(RunFolder(killed).metrics, events, tolerance=0)
 
 
 @pytest.mark.slow

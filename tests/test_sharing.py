@@ -8,11 +8,11 @@ from torch.testing import assert_close
 from cct.agent.agent import Agent
 from cct.critic import critics
 from cct.packing import pack, same_prompts, shared_attention, worth_sharing
-from cct.policy.sharing import sharing_of
-from cct.policy.weights import add_lora
+from cct.policy.sharing import sharing_of, sharing_of_config
+from cct.policy.weights import add_lora, without_dropout
 from cct.statistic import statistics
 
-FAMILIES = ("qwen3", "llama", "mistral", "gemma")
+FAMILIES = ("qwen2", "qwen3", "llama", "mistral", "gemma", "opt", "gpt2", "gpt_neox", "granite", "phi3")
 
 
 def groups(counts=(3, 1, 4), prompts=(7, 5, 2), longest=6, seed=0, vocabulary=20):
@@ -31,7 +31,7 @@ def groups(counts=(3, 1, 4), prompts=(7, 5, 2), longest=6, seed=0, vocabulary=20
 
 def agents(family="qwen3", critic=None, **knobs):
     """The same agent that shares prompts, and that does not."""
-    model = tiny_model(family, **({"sliding_window": 64} if family == "mistral" else {}))
+    model = without_dropout(tiny_model(family, **({"sliding_window": 64} if family == "mistral" else {})))
     tower = None
     if critic is not None:
         torch.manual_seed(1)
@@ -57,7 +57,7 @@ def gradients(family, rows, prepare=lambda model: None, **knobs):
     there, found = mask[:, -width:].bool(), []
     weights = torch.linspace(-1, 1, there.numel()).view(there.shape) / there.sum()
     for share in (True, False):
-        model = tiny_model(family, **({"sliding_window": 64} if family == "mistral" else {}))
+        model = without_dropout(tiny_model(family, **({"sliding_window": 64} if family == "mistral" else {})))
         prepare(model)
         logprobs = Agent(model.train(), None, 0.8, share=share, **knobs)(ids, mask, width).logprobs
         (logprobs * weights).masked_fill(~there, 0).sum().backward()
@@ -105,14 +105,18 @@ def test_in_bfloat16_they_differ_by_its_rounding():
     assert float(torch.cosine_similarity(whole, other, dim=0)) > 0.98
 
 
-@pytest.mark.parametrize("critic", ["tac", "standard", "value_head"])
-def test_critics_read_the_same_and_learn_the_same(critic):
+@pytest.mark.parametrize(
+    "critic, family",
+    [("tac", "qwen3"), ("tac", "gpt_neox"), ("standard", "qwen3"), ("value_head", "qwen3")],
+)
+def test_critics_read_the_same_and_learn_the_same(critic, family):
+    """This GPT-NeoX has keys of 4 heads under a configuration that says 2, as many as TAC makes of its values."""
     ids, mask, width = groups()
-    there, (shared, apart) = both(critic=critic)
+    there, (shared, apart) = both(family, critic)
     after = torch.nn.functional.pad(there, (1, 0), value=True)  # values stand before a token, and after the last one
     assert_close(shared.values[after], apart.values[after], atol=1e-5, rtol=1e-5)
     found = []
-    for agent in agents(critic=critic):
+    for agent in agents(family, critic):
         trace = agent(ids, mask, width, with_critic=True).trace
         assert (trace.packed is not None) == agent.share
         raw = agent.values(trace, width)[0][:, :-1]
@@ -163,6 +167,14 @@ def test_a_model_that_cannot_share_says_why():
     assert sharing_of(model).refused == "it gives other logits then"
 
 
+def test_a_configuration_tells_whether_the_model_can_share():
+    assert sharing_of_config(tiny_model("gemma3").config) == ("", 4)
+    assert sharing_of_config(tiny_model("gpt2").config) == ("", None)
+    config = tiny_model("qwen3").config
+    config.layer_types = ["full_attention", "chunked_attention", "full_attention"]
+    assert sharing_of_config(config).refused == "it has layers of chunked_attention"
+
+
 def test_a_sequence_longer_than_the_window_is_read_apart_or_refused():
     ids, mask, width = groups()
     model = tiny_model("mistral", sliding_window=8)
@@ -176,7 +188,7 @@ def test_a_sequence_longer_than_the_window_is_read_apart_or_refused():
 def test_auto_shares_where_enough_tokens_are_saved():
     ids, mask, width = groups((4, 4), (12, 12), longest=2)
     assert worth_sharing(ids, mask, width)  # 2 * 12 of 8 * 12 prompt tokens are left
-    ids, mask, width = groups((2, 2), (4, 4))
+    ids, mask, width = groups((2, 2), (1, 1))  # 2 prompt tokens and 7 of responses are left of 11
     assert not worth_sharing(ids, mask, width)
     shared, apart = (Agent(tiny_model(), None, share=share)(ids, mask, width).logprobs for share in ("auto", False))
     assert torch.equal(shared, apart)
@@ -196,9 +208,10 @@ def test_a_pack_holds_each_prompt_once_and_rows_come_back():
         pack(ids, mask * (ids != 3) * (ids != 4), width)
 
 
-def test_attention_over_a_pack_passes_gradcheck():
+@pytest.mark.parametrize("heads", [(2, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_attention_over_a_pack_passes_gradcheck(heads):
     ids, mask, width = groups((2, 1), (3, 2), longest=3)
     packed = pack(ids, mask, width)
     torch.manual_seed(0)
-    query, key, value = (torch.randn(len(packed), heads, 4, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
+    query, key, value = (torch.randn(len(packed), count, 4, dtype=torch.float64, requires_grad=True) for count in heads)
     assert torch.autograd.gradcheck(lambda *x: shared_attention(*x, packed, 0.5), (query, key, value))

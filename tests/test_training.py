@@ -323,8 +323,15 @@ def test_a_policy_that_cannot_share_prompts_is_refused_where_it_must(tmp_path):
     model = tiny_model("llama")
     model.model.register_forward_pre_hook(lambda _, args, kw: (args, {**kw, "position_ids": None}), with_kwargs=True)
     with pytest.raises(RecipeError, match=r"share_prefix: LlamaForCausalLM cannot share prompts: it gives other logits then"):
-        sharing(tiny("grpo", "training.share_prefix=true"), model)
-    assert sharing(tiny("grpo"), model) == (False, None)
+        sharing(tiny("grpo", "training.share_prefix=true"), model, print)
+    said: list[str] = []
+    assert sharing(tiny("grpo"), model, said.append) == (False, None)
+    assert said == [
+        "training.share_prefix: LlamaForCausalLM cannot share prompts: it gives other logits then; "
+        "each response is computed with its own"
+    ]
+    assert sharing(tiny("grpo", "training.share_prefix=false"), model, said.append) == (False, None) and len(said) == 1
+    assert sharing(tiny("grpo"), tiny_model("llama"), said.append) == ("auto", None) and len(said) == 1
 
 
 def test_a_single_step_on_policy_needs_no_forward_before_it(tmp_path):

@@ -67,7 +67,7 @@ def build(
             raise RecipeError(f"policy.lora.{error}") from error
     if training.gradient_checkpointing:
         actor.gradient_checkpointing_enable({"use_reentrant": False})
-    share, window = sharing(recipe, actor)
+    share, window = sharing(recipe, actor, say)
     agent = Agent(
         actor,
         critic,
@@ -92,19 +92,20 @@ def teacher(
     return model
 
 
-def sharing(recipe: Recipe, actor: PreTrainedModel) -> tuple[bool | Literal["auto"], int | None]:
-    """Whether prompts are shared, and within sequences of what length. Raises RecipeError where they cannot be and must."""
+def sharing(recipe: Recipe, actor: PreTrainedModel, say: Callable[[str], None]) -> tuple[bool | Literal["auto"], int | None]:
+    """Whether prompts are shared, and within sequences of what length. Raises RecipeError where they cannot be and must.
+
+    say: called with the reason where they cannot be and need not.
+    """
     wanted = recipe.training.share_prefix
-    if not wanted or (wanted == "auto" and torch.cuda.is_available()):  # where it was never run
-        return False, None
-    refused, window = sharing_of(actor)
-    if refused and wanted == "auto":
-        return False, None
-    if refused:
-        raise RecipeError(
-            f"training.share_prefix: {type(actor).__name__} cannot share prompts: {refused}; set it to auto or false"
-        )
-    return wanted, window
+    refused, window = sharing_of(actor) if wanted else ("", None)
+    if not refused:
+        return wanted, window
+    problem = f"training.share_prefix: {type(actor).__name__} cannot share prompts: {refused}"
+    if wanted is True:
+        raise RecipeError(f"{problem}; set it to auto or false")
+    say(f"{problem}; each response is computed with its own")
+    return False, None
 
 
 def _measure(recipe: Recipe, actor: PreTrainedModel, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:

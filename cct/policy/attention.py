@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from cct.packing import Packed, attend, shared_attention
+from cct.packing import Packed, shared_attention
 from cct.statistic.forward import QUERY_BLOCK, Attention, PackedAttention
 from cct.tensors import as_mask
 
@@ -137,9 +137,16 @@ def packed_concentration(
     """`attention_concentration` over a pack: query [N, H, d]; key [N, H_kv, d]. Returns [N, H] float32."""
     with torch.no_grad():
         query, key = query.detach().float(), key.detach().float()
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
 
         def of_keys(scale: float) -> tuple[Tensor, Tensor]:
-            return attend(query, key, key, packed, scale)[::-1]
+            found: list[tuple[Tensor, Tensor]] = []
+            for spans, (queries, keys), seen in packed.parts(query, key):
+                additive = None if seen is None else queries.new_zeros(seen.shape).masked_fill_(~seen, -math.inf)
+                lse, mean_key = _attend_to_keys(queries, keys, additive, scale, kernel_of(queries))
+                found.append((spans.flat(lse.transpose(1, 2)), spans.flat(mean_key.transpose(1, 2))))
+            lses, mean_keys = zip(*found, strict=True)
+            return torch.cat(lses), torch.cat(mean_keys)
 
         return _of_entropy(_entropy(query, of_keys, scaling, statistic), packed.position_ids.T + 1)
 

@@ -1,4 +1,4 @@
-"""The engines of this process: transformers', and whichever is faster here."""
+"""Engines by name, besides vLLM in this process: transformers', vLLM's servers, and whichever is faster here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from .generation import Generation, engines
 from .vllm import VLLM
+from .vllm_server import OfServers
 
 
 @engines.register("transformers")
@@ -16,6 +17,16 @@ class Transformers(Generation):
         from .sampling import TransformersEngine
 
         return TransformersEngine(self, actor, tokenizer)
+
+
+@engines.register("vllm_server")
+class VLLMServer(OfServers):
+    """vLLM servers on this or other machines; every process shares its requests among all of them."""
+
+    def open(self, actor, tokenizer):
+        from .vllm_remote import VLLMServerEngine
+
+        return VLLMServerEngine(self, actor, tokenizer)
 
 
 @engines.register("auto")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from cct.registry import Component, Registry
+from cct.system.terminal import say
 
 from .base import end_tokens
 
@@ -36,6 +40,10 @@ class Generation(Component):
     fail: refuse them before the run. drop: leave them out, and replace them in training. Both report how many."""
     batch_size: int = Field(256, ge=1)
     """Sequences decoded at once."""
+    lag: Literal[0, 1] = 0
+    """Updates between the weights that sample a response and those that learn from it. 0: an iteration is sampled from the
+    policy that it updates. 1: while an iteration updates the policy, the next one is sampled from the weights before this
+    update. That needs an importance correction: `geometry.correction`, `ratio_to: engine`, or a transport that has one."""
 
     @property
     def provides(self) -> frozenset[str]:
@@ -45,6 +53,16 @@ class Generation(Component):
     def limit(self, positions: int | None) -> tuple[int, str] | None:
         """Tokens of a prompt with its response at most, and whose limit it is; None for no limit. positions: the model's."""
         return None if positions is None else (positions, f"the {positions} positions of the model")
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it takes no memory of the devices that are trained on."""
+        return False
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all processes must be on one machine."""
+        return False
 
     @property
     def truncates(self) -> bool:
@@ -82,6 +100,9 @@ class Engine:
 
     One whose weights are a copy of the actor's takes them over in `sync`. All processes call every method together.
     """
+
+    say: Callable[[str], None] = staticmethod(partial(say, file=sys.stderr))
+    """Called with what a person should see while it goes on."""
 
     def __init__(self, knobs: Generation, actor: PreTrainedModel, tokenizer: Tokenizer):
         self.knobs, self.actor, self.tokenizer = knobs, actor, tokenizer

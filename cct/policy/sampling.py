@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    DynamicLayer,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -23,17 +24,19 @@ from .weights import generating_by, is_split, named_weights
 
 
 class TransformersEngine(Engine):
-    """transformers' `generate` on the actor itself, or on a whole copy where ZeRO-3 or FSDP has split its weights.
+    """transformers' `generate` on the actor itself, or on a whole copy.
 
-    On split weights the processes would have to agree on every forward, and their responses end at different lengths.
+    A copy where ZeRO-3 or FSDP has split the weights: the processes would have to agree on every forward, and their responses
+    end at different lengths. A copy too where `lag` samples from the weights before an update, while that changes the actor's.
     """
 
     def __init__(self, knobs: Generation, actor: PreTrainedModel, tokenizer: Tokenizer):
         super().__init__(knobs, actor, tokenizer)
         self.model = actor
-        if is_split(actor):
-            whole = cast(PreTrainedModel, type(actor)(actor.config))
-            self.model = whole.to(device=actor.device, dtype=actor.dtype)  # type: ignore[call-arg]
+        if knobs.lag or is_split(actor):
+            self.model = cast(PreTrainedModel, type(actor)(actor.config).to(device=actor.device))  # type: ignore[call-arg]
+            for parameter in self.model.parameters():  # buffers, such as rotary frequencies, keep their precision
+                parameter.data = parameter.data.to(actor.dtype)
             self.sync()
 
     def sync(self) -> dict[str, float]:
@@ -69,7 +72,7 @@ class TransformersEngine(Engine):
             output: Tensor = self.model.generate(  # type: ignore[operator]
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                past_key_values=self._read(prompts),
+                past_key_values=self._read(prompts, width + max(limits)),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([sampler] if sampler else []),
                 stopping_criteria=StoppingCriteriaList([self._stopped(width)] if knobs.stop else []),
@@ -86,13 +89,14 @@ class TransformersEngine(Engine):
             torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
         )
 
-    def _read(self, prompts: Sequence[Sequence[int]]) -> DynamicCache | None:
-        """Keys and values of all but the prompts' last tokens, each prompt read once; None where nothing would be saved."""
+    def _read(self, prompts: Sequence[Sequence[int]], room: int) -> DynamicCache:
+        """A cache with room for so many tokens, of all but the prompts' last ones, each prompt read once; empty where nothing
+        would be saved."""
+        cache = DynamicCache(config=self.model.config)
         place = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         if len(place) == len(prompts) or max(map(len, prompts)) == 1:
-            return None
+            return _growing(cache, room)
         input_ids, attention_mask = self._padded(list(place))
-        cache = DynamicCache(config=self.model.config)
         self.model(
             input_ids=input_ids[:, :-1],
             attention_mask=attention_mask[:, :-1],
@@ -102,7 +106,7 @@ class TransformersEngine(Engine):
             logits_to_keep=1,
         )
         cache.batch_select_indices(torch.tensor([place[tuple(prompt)] for prompt in prompts], device=input_ids.device))
-        return cache
+        return _growing(cache, room)
 
     def _stopped(self, width: int):
         """Stopping criterion: a stop string was just completed (transformers' own needs tokenizers of words)."""
@@ -122,6 +126,33 @@ class TransformersEngine(Engine):
             told = (n for n in range(1, min(end, len(tokens) + 1)) if any(s in text(tokens[:n]) for s in self.knobs.stop))
             end = min(end, next(told, end))
         return Completion(tuple(tokens[:end]), end <= len(tokens), tuple(logprobs[:end]))
+
+
+class _Growing(DynamicLayer):
+    """Keys and values with room for those of tokens to come, which a `DynamicLayer` makes by copying all for each token."""
+
+    def __init__(self, of: DynamicLayer, room: int):
+        super().__init__()
+        self.room, self.whole = room, list[Tensor]()
+        if of.keys is not None and of.values is not None:
+            self.update(of.keys, of.values)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.whole = [x.new_empty(*x.shape[:2], max(self.room, x.shape[2]), x.shape[3]) for x in (key_states, value_states)]
+        before = self.get_seq_length()
+        after = before + key_states.shape[2]
+        for whole, x in zip(self.whole, (key_states, value_states), strict=True):
+            whole[:, :, before:after] = x
+        self.keys, self.values = (whole[:, :, :after] for whole in self.whole)
+        return self.keys, self.values
+
+
+def _growing(cache: DynamicCache, room: int) -> DynamicCache:
+    """The cache with room in its layers, but for those of a sliding window."""
+    cache.layers = [_Growing(layer, room) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 def exponential(seeds: Tensor, step: int, size: int) -> Tensor:

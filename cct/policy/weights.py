@@ -137,6 +137,20 @@ def logprobs_of(model: Any, sequences: Tensor) -> Tensor:
         return logits.log_softmax(-1).gather(2, sequences[:, 1:].unsqueeze(2)).squeeze(2)
 
 
+def probe(actor: PreTrainedModel, shape: tuple[int, int]) -> tuple[list[list[int]], Tensor]:
+    """Fixed random sequences of token ids, and the actor's log-probabilities of all but the first of each, float32 on the CPU.
+
+    shape: number of sequences B and length S; the log-probabilities are [B, S - 1]. All processes must call.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sequences = torch.randint(0, actor.config.get_text_config().vocab_size, shape, generator=generator)
+    training = actor.training
+    actor.eval()
+    logprobs = logprobs_of(actor, sequences.to(actor.device)).cpu()
+    actor.train(training)
+    return sequences.tolist(), logprobs
+
+
 @contextmanager
 def generating_by(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
     """While open, `config` is all the model has of a generation configuration.

@@ -16,7 +16,27 @@ def explain(recipe: Recipe) -> int:
             say(f"#     needs {need}, provided by {', '.join(recipe.providers(need))}")
     for name, count in parameter_counts(recipe).items():
         say(f"# {name}: {count:,} parameters")
+    say(f"# training.share_prefix: {_sharing(recipe)}")
     return 0
+
+
+def _sharing(recipe: Recipe) -> str:
+    """Whether the policy can share prompts, as far as its configuration tells."""
+    from cct.packing import SHARED_AT_MOST
+    from cct.policy.sharing import sharing_of_config
+
+    wanted = recipe.training.share_prefix
+    if not wanted:
+        return "off"
+    try:
+        refused, window = sharing_of_config(recipe.policy.config(alphabet=recipe.alphabet))
+    except ValueError as error:
+        raise RecipeError(f"policy '{recipe.policy.use}': {error}") from None
+    if refused:
+        return f"{'off' if wanted == 'auto' else 'refused'}, as the policy cannot share prompts: {refused}"
+    longest = f", in sequences of at most {window} tokens (sliding window)" if window is not None else ""
+    where = f"on where it leaves at most {SHARED_AT_MOST:.0%} of a forward's tokens" if wanted == "auto" else "on"
+    return f"{where}{longest}"
 
 
 def parameter_counts(recipe: Recipe) -> dict[str, int]:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cct.agent.agent import Agent
+from cct.packing import Packed, pack
 from cct.policy import LoRA, Policy
 from cct.policy.attention import tappable
 from cct.recipe import Recipe
@@ -109,16 +110,32 @@ class Live(TorchDispatchMode):
         return Peak(self.peak.total, self.peak.logits, self.now)
 
 
-def footprint(recipe: Recipe, config: Any, prompt: int, width: int, *, accumulates: bool) -> Footprint:
-    """Run the passes of `recipe` over rows of `prompt` + `width` tokens, without memory.
+class _Packing(Agent):
+    """Reads every forward as one pack, whose places were found on tensors with memory."""
+
+    given: Packed | None = None
+
+    def _packed(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> Packed | None:
+        return self.given
+
+
+def _packed(rows: int, prompts: int, prompt: int, width: int) -> Packed:
+    """So many rows of `prompt` + `width` tokens, with so many prompts in turn."""
+    ids = (torch.arange(rows) % prompts).unsqueeze(1).expand(-1, prompt + width)
+    return pack(ids, torch.ones_like(ids), width)
+
+
+def footprint(
+    recipe: Recipe, config: Any, prompt: int, width: int, *, rows: int, accumulates: bool, prompts: int | None = None
+) -> Footprint:
+    """Run the passes of `recipe` over so many rows of `prompt` + `width` tokens, without memory.
 
     config: the model's transformers configuration. accumulates: gradients are there before a policy's
-    pass, and are not counted as made in it.
+    pass, and are not counted as made in it. prompts: that the rows share, of whom each stands once; None where they do not.
     """
-    training, text = recipe.training, config.get_text_config()
-    dtype = _dtype(recipe.policy, config)
-    rows = training.rows_per_forward(prompt + width)
-    with _Fake():
+    training, text, dtype = recipe.training, config.get_text_config(), _dtype(recipe.policy, config)
+    packed = _packed(rows, prompts, prompt, width) if prompts is not None else None
+    with _Fake(allow_non_fake_inputs=True):
         actor = tappable(AutoModelForCausalLM.from_config(config, dtype=dtype))
         if recipe.policy.lora is not None:
             _adapt(actor, recipe.policy.lora)
@@ -127,15 +144,15 @@ def footprint(recipe: Recipe, config: Any, prompt: int, width: int, *, accumulat
             critic = recipe.critic.build(actor, recipe.reward_bounds) if recipe.critic else None
         if training.gradient_checkpointing:
             actor.gradient_checkpointing_enable({"use_reentrant": False})
-        agent = Agent(
+        agent = _Packing(
             actor.train(),
             critic,
             recipe.generation.temperature,
             bf16=training.precision == "bf16",
             logits_at_once=training.logits_at_once,
         )
-        ids = torch.zeros(rows, prompt + width, dtype=torch.long)
-        attention_mask = torch.ones_like(ids)
+        agent.given = packed
+        ids, attention_mask = (make(rows, prompt + width, dtype=torch.long) for make in (torch.zeros, torch.ones))
         passes = {}
         with torch.no_grad(), Live(text.vocab_size) as live:
             reading = agent(ids, attention_mask, width, statistics=recipe.statistics, with_critic=True)

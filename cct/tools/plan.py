@@ -7,6 +7,7 @@ What the passes hold is counted by `tools.memory`. Not counted: what kernels tak
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -110,12 +111,11 @@ def plan(recipe: Recipe, gpu: int | None = None) -> Plan:
     notes: list[str] = []
     prompt = _prompt_tokens(recipe, problems, notes)
     width = _response_tokens(recipe, config, prompt, notes)
-    rows = training.rows_per_forward(prompt + width)
+    rows, prompts = _forward(recipe, config, prompt, width, notes)
     micro_batches = training.minibatch_size // training.processes // rows  # of the longest responses
     accumulates = micro_batches > 1 or _sharded(recipe)
-    notes += _shared(recipe, prompt, gpu)
     try:
-        foot = footprint(recipe, config, prompt, width, accumulates=accumulates)
+        foot = footprint(recipe, config, prompt, width, rows=rows, prompts=prompts, accumulates=accumulates)
     except ValueError as error:
         raise RecipeError(f"policy '{recipe.policy.use}': {error}") from None
     result = Plan(
@@ -192,6 +192,8 @@ def _phases(
     engine = _engine(recipe, foot, plan, gpu, problems)
     sleeps = gpu is not None and getattr(recipe.generation, "sleep", False)
     asleep = {} if sleeps else {name: size for name, size in engine.items() if name.startswith("engine")}
+    if recipe.generation.lag:  # it samples beside the update
+        asleep = {"engine beside the update": sum(engine.values())}
 
     def gradients(parameters: int) -> int:
         both = learning if deepspeed else parameters  # DeepSpeed has zeros for the part that does not learn
@@ -224,12 +226,14 @@ def _phases(
 def _engine(recipe: Recipe, foot: Footprint, plan: Plan, gpu: int | None, problems: Problems) -> dict[str, int]:
     """What the generation engine holds while it samples; parts named after it stay unless it sleeps."""
     generation, length = recipe.generation, plan.prompt + plan.width
+    if generation.elsewhere:
+        plan.notes.append("vLLM's servers are not in this plan: they have memory of their own")
+        return {}
     shares = getattr(generation, "memory_fraction", None)
     if shares is None or (generation.use == "auto" and gpu is None):  # transformers, on the weights being trained
         sequences = min(generation.batch_size, max(plan.responses, len(problems.held_out)) // plan.processes or 1)
-        copy = (
-            foot.actor * foot.weight_bytes if recipe.training.strategy in ("fsdp", "deepspeed_3") else 0
-        )  # whole, of split ones
+        copied = generation.lag or recipe.training.strategy in ("fsdp", "deepspeed_3")  # whole, of split ones
+        copy = foot.actor * foot.weight_bytes if copied else 0
         cache = sequences * length * foot.cache_per_token * foot.weight_bytes
         return {"engine weights": copy, "KV cache": cache, "logits": SAMPLING_COPIES * sequences * foot.vocabulary * 4}
     knobs: Any = generation
@@ -404,21 +408,36 @@ def print_plan(recipe: Recipe, gpu: str | None) -> int:
     return 0 if fits else 1
 
 
-def _shared(recipe: Recipe, prompt: int, gpu: int | None) -> list[str]:
-    """How many tokens of a minibatch are left where prompts are shared, if they are."""
-    training, width = recipe.training, recipe.generation.max_new_tokens
-    if not training.share_prefix or (training.share_prefix == "auto" and gpu is not None):
-        return []
-    rows, prompts = training.minibatch_size, training.prompts_per_iteration
-    part = rows / (prompts * training.responses_per_prompt)
-    distinct = prompts * (1 - (1 - part) ** training.responses_per_prompt)  # of as many rows drawn at random
-    left = (distinct * prompt + rows * width) / (rows * (prompt + width))
-    if training.share_prefix == "auto" and left > 0.5:
-        return []
-    return [
-        f"share_prefix: {distinct:.0f} prompts stand once for {rows} responses, leaving {left:.0%} of a minibatch's tokens to "
-        "compute; the sums below count every response with its prompt"
-    ]
+def _forward(recipe: Recipe, config: Any, prompt: int, width: int, notes: list[str]) -> tuple[int, int | None]:
+    """Rows of the longest responses in a forward, and how many prompts stand in it once; None where they are not shared."""
+    from cct.packing import SHARED_AT_MOST
+    from cct.policy.sharing import sharing_of_config
+
+    training = recipe.training
+    rows, wanted, most = training.rows_per_forward(prompt + width), training.share_prefix, training.minibatch_size
+    part = most / (training.prompts_per_iteration * training.responses_per_prompt)
+    # Of as many rows drawn at random.
+    distinct = math.ceil(training.prompts_per_iteration * (1 - (1 - part) ** training.responses_per_prompt))
+    left = (distinct * prompt + most * width) / (most * (prompt + width))
+    if not wanted or (wanted == "auto" and left > SHARED_AT_MOST):
+        return rows, None
+    try:
+        refused, window = sharing_of_config(config)
+    except ValueError:  # said where its passes are run
+        return rows, None
+    if refused or (window is not None and prompt + width > window):
+        return rows, None
+    each = most / distinct  # responses of a minibatch to one prompt
+    prompts_of = lambda count: min(count, math.ceil(count / each))  # noqa: E731
+    if training.micro_batch_tokens and not training.micro_batch_size:
+        most_rows = training.minibatch_size // training.processes
+        while rows < most_rows and prompts_of(rows + 1) * prompt + (rows + 1) * width <= training.micro_batch_tokens:
+            rows += 1
+    notes.append(
+        f"share_prefix: a forward of {rows} responses has {prompts_of(rows)} prompts, each computed once, which leaves "
+        f"{(prompts_of(rows) * prompt + rows * width) / (rows * (prompt + width)):.0%} of its tokens"
+    )
+    return rows, prompts_of(rows)
 
 
 def _shown(size: int, unit: str) -> str:
@@ -441,6 +460,7 @@ def _advice(recipe: Recipe, found: Plan) -> str:
         "logits": "training.micro_batch_size, micro_batch_tokens or generation.max_new_tokens",
         "rollout": "critic.depth, training.responses_per_prompt or more GPUs",
         "engine weights": "generation.tensor_parallel, or generation.sleep: true",
+        "engine beside the update": "generation.lag: 0, generation.batch_size, or generation.memory_fraction",
         "engine KV cache": "generation.memory_fraction",
         "KV cache": "generation.batch_size",
     }.get(part, "a smaller model")

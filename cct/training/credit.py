@@ -100,6 +100,9 @@ class Estimator:
         if self.recipe.needs("history"):
             expected = [self.recipe.transport.expected(self.history.get(row.key)) for row in rows]
             rollout = rollout.replace(prompt_values=rewards.new_tensor(expected).to(device))
+        if self.recipe.environment is not None or self.recipe.generation.lag:
+            versions = torch.tensor([[row.version] for row in rows])
+            rollout = rollout.replace(versions=torch.where(turns == OBSERVED, -1, versions).to(device))
         if "exact_values" not in self.recipe.task.provides:
             return rollout
         return with_exact_values(rollout, self.agent, tokenizer, [row.prompt for row in rows], [row.response for row in rows])
@@ -122,7 +125,6 @@ class Estimator:
             "episodes": episodes.to(device),
             "order": torch.tensor([row.order for row in rows], device=device),
             "turns": turns.to(device),
-            "versions": torch.where(turns == OBSERVED, -1, max(0, rows[0].iteration - 1)).to(device),
             "anchors": anchors.to(device),
             "components": {name: x.to(device) for name, x in components.items()},
         }

@@ -13,18 +13,18 @@ from .judge import Failures, scores, weigh
 from .sampler import Sampler
 
 
-def evaluate(sampler: Sampler, iteration: int | None = None) -> dict[str, float]:
-    """Greedy decoding of the sets that are due; of the task's, `eval/accuracy` is the first evidence's mean, `eval/reward` the
-    sum's, and those of `evaluation.sets` are under `sets/NAME`.
+def evaluate(sampler: Sampler, iteration: int | None = None, *, only_due: bool = False) -> dict[str, float]:
+    """Greedy decoding of the task's held-out prompts, `eval/accuracy` and so on, and of further sets, under `sets/NAME`.
 
-    iteration: after which it is, the recipe's last one where it is not given.
+    Accuracy is the first evidence's mean, reward the sum's.
+    iteration: after which it is, the recipe's last one where it is not given. only_due: leave out sets that are not due then.
     """
     recipe, knobs = sampler.recipe, sampler.recipe.evaluation
     last, metrics = recipe.training.iterations, dict[str, float]()
     after = last if iteration is None else iteration
 
     def due(every: int) -> bool:
-        return after % every == 0 or after == last
+        return not only_due or after % every == 0 or after == last
 
     if due(knobs.every):
         metrics |= _greedy(sampler, "eval", recipe.task.held_out(), iteration)

@@ -7,7 +7,7 @@ import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 from cct.errors import TrainingStopped
 from cct.evidence import Evidence, Failure, Verdict, plain, verdicts
@@ -53,6 +53,20 @@ class Failures(Counter[str]):
             reason = f", first: {self.reasons[kind][:300]}" if self.reasons.get(kind) else ""
             found.append(f"warning: {where}: evidence '{name}' {did} for {count} of {judged} responses{reason}")
         return found
+
+
+class Judged(NamedTuple):
+    """Responses judged by all evidence."""
+
+    rewards: list[list[float]]  # per token, weighted and summed
+    keep: list[bool]
+    failures: Failures
+    scored: list[list[list[float] | None]]  # by each evidence, unweighted, as `scores` gives them
+
+    @property
+    def totals(self) -> list[float | None]:
+        """Each response's total by the first evidence: 0 where judging failed, None where it gave no number."""
+        return [0.0 if row is None else math.fsum(row) if row else None for row in self.scored[0]]
 
 
 def scores(
@@ -151,11 +165,23 @@ def apart(
     return found
 
 
+def without_contrast(groups: Sequence[int], totals: Sequence[float | None]) -> list[int]:
+    """Groups in which no two responses have different totals, in the order of their first responses. None is no total."""
+    found: dict[int, set[float]] = {group: set() for group in groups}
+    for group, total in zip(groups, totals, strict=True):
+        found[group] |= set() if total is None else {total}
+    return [group for group, different in found.items() if len(different) < 2]
+
+
+def judged(evidence: Sequence[Evidence], prompts: Sequence[Prompt], responses: Sequence[Response], iteration: int) -> Judged:
+    """Judge responses to prompts, one each."""
+    failures = Failures()
+    scored = score_all(evidence, prompts, responses, failures, iteration)
+    return Judged(*weigh(evidence, scored, responses), failures, scored)
+
+
 def judge(
     evidence: Sequence[Evidence], prompts: Sequence[Prompt], responses: Sequence[Response], iteration: int = 0
 ) -> tuple[list[list[float]], list[bool], Failures]:
     """Weighted rewards per token of each response, whether to keep it, and what failed or abstained how often."""
-    failures = Failures()
-    scored = score_all(evidence, prompts, responses, failures, iteration)
-    rewards, keep = weigh(evidence, scored, responses)
-    return rewards, keep, failures
+    return judged(evidence, prompts, responses, iteration)[:3]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,11 +22,11 @@ from cct.rollout import Credit, Rollout, Trace, derive_seed
 
 from .credit import Estimator
 from .evaluation import evaluate
-from .metrics import rollout_metrics, statistic_metrics
+from .metrics import lag_metrics, rollout_metrics, statistic_metrics
 from .minibatches import Batch, CriticBatch, CriticData, origin_of, passes, policy_batches, random_order
 from .plans import Plan, forward_plans
 from .processes import Ranks
-from .rows import Row, episode_metrics
+from .rows import Row, Samples, episode_metrics
 from .sampler import Sampler
 from .updates import Updates
 
@@ -59,6 +62,7 @@ class Loop(Updates):
         super().__init__(recipe, agent)
         self.say, self.sampler = say, Sampler(recipe, agent.actor, tokenizer, say=say)
         self.estimator = Estimator(recipe, agent, reference, teacher)
+        self.ahead = Ahead(self.sampler)
         self.past: list[CriticData] = []  # what the critic goes on learning from, the newest iteration first
         self.on_stage: Callable[[str], None] = lambda stage: None
         self.before_update: Callable[[Sequence[Sequence[Batch]]], None] = lambda minibatches: None
@@ -71,8 +75,8 @@ class Loop(Updates):
         ranks, clock, metrics = Ranks.current(), Clock(self.on_stage), dict[str, float]()
 
         # What happened. Rows are in random order from here on: minibatches are cut from them.
-        sampled = sampler.sample(iteration, clock.begin)
-        minibatches = random_order(recipe, iteration, sampled)
+        samples = self.ahead.take(iteration, clock.begin)
+        sampled, minibatches = samples.rows, random_order(recipe, iteration, samples.rows)
         cuts, order = [len(part) for part in minibatches], [index for part in minibatches for index in part]
         rows = [sampled[index] for index in order]
         rollout = estimator.rollout(rows, sampler.tokenizer, iteration)
@@ -84,7 +88,8 @@ class Loop(Updates):
             clock.begin("branch")
             rollout, cost = estimator.branch(sampler, rollout, rows, iteration)
             metrics |= cost
-        sampler.engine.rest()
+        counts = sampler.counts(samples.counts)
+        self.ahead.begin(iteration + 1)  # with a lag, the next rows are sampled beside what follows
 
         # What the policy and the critic make of it.
         past = [(data, data.cuts.tolist()) for data in self.past]
@@ -101,6 +106,7 @@ class Loop(Updates):
         credit, seen = estimator.credit(rollout, iteration)
         metrics |= rollout_metrics(rollout, seen, credit, scores, recipe.geometry) | episode_metrics(rows)
         metrics |= statistic_metrics(rollout, recipe.logging.statistics)
+        metrics |= lag_metrics(rollout, iteration) if recipe.generation.lag else {}
 
         # The critic learns from it, and from iterations before it; then the policy.
         each, seed = len(plan[0]) // len(cuts), derive_seed(recipe.seed, "minibatches", iteration)
@@ -117,7 +123,7 @@ class Loop(Updates):
         for minibatch in steps:
             self.update(minibatch)
         self.remember(seen, rows, credit, cuts)
-        metrics |= self.update_metrics() | sampler.counts()
+        metrics |= self.update_metrics() | counts | self.ahead.finish(clock.begin)
 
         # The engine gets the new weights.
         if iteration > 0:
@@ -157,7 +163,7 @@ class Loop(Updates):
         """Greedy evaluation of the current policy on the sets that are due after an iteration."""
         self.on_stage("evaluate")
         started = time.perf_counter()
-        found = evaluate(self.sampler, iteration)
+        found = evaluate(self.sampler, iteration, only_due=True)
         self.evaluated |= found
         return found | {"time/evaluate": time.perf_counter() - started} if found else {}
 
@@ -176,8 +182,14 @@ class Loop(Updates):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         past = [{name: x.cpu() for name, x in data.tensors.items()} for data in self.past]
-        state = {"moments": self.estimator.moments, "history": self.estimator.history}
-        checkpoint[STATE] = state | {"lessons": past, "lessons_of": origin_of(self.recipe)}
+        checkpoint[STATE] = {
+            "moments": self.estimator.moments,
+            "history": self.estimator.history,
+            "lessons": past,
+            "lessons_of": origin_of(self.recipe),
+            "extra": self.sampler.extra,
+            "ahead": None if self.ahead.samples is None else self.ahead.samples.as_json(),
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state, device = checkpoint[STATE], self.agent.actor.device
@@ -186,10 +198,73 @@ class Loop(Updates):
         if past and state.get("lessons_of") != origin_of(self.recipe):
             self.say(f"the critic's window starts empty: its {len(past)} earlier iterations are from another recipe")
             past = []
+        self.sampler.extra = state.get("extra", 0)
+        if (saved_ahead := state.get("ahead")) is not None:
+            self.ahead.restore(saved_ahead, again=state["lessons_of"] != origin_of(self.recipe))
         size = self.recipe.training.minibatch_size
         for saved in past:  # of a run from before episodes
             saved.setdefault("cuts", torch.full((len(saved["mask"]) // size,), size))
         self.past = [CriticData(**saved).to(device) for saved in past[: self.recipe.training.critic_window - 1]]
+
+
+class Ahead:
+    """The next iteration's rows. With `generation.lag: 1` a thread samples them beside the update, else it is done when due."""
+
+    def __init__(self, sampler: Sampler):
+        self.sampler = sampler
+        self.samples: Samples | None = None  # sampled ahead, and not taken yet
+        self._running: Future[tuple[Samples, float]] | None = None
+
+    def take(self, iteration: int, on_stage: Callable[[str], None]) -> Samples:
+        """An iteration's rows, sampled now where they were not sampled ahead. on_stage: called with what begins."""
+        samples, self.samples = self.samples, None
+        if samples is not None and samples.iteration == iteration:
+            return samples
+        return self.sampler.sample(iteration, on_stage)
+
+    def begin(self, iteration: int) -> None:
+        """Begin to sample an iteration from the weights that the engine has now. Without a lag the engine rests instead."""
+        engine, _ = self.sampler.engine, self.sampler.ranks  # opened here, not in the thread
+        if not self.sampler.recipe.generation.lag:
+            engine.rest()
+            return
+        running = self._running = Future[tuple[Samples, float]]()
+
+        def sample() -> None:
+            started = time.perf_counter()
+            try:
+                samples = self.sampler.sample(iteration, version=max(0, iteration - 2))
+                running.set_result((samples, time.perf_counter() - started))
+            except BaseException as error:  # raised where it is waited for
+                running.set_exception(error)
+
+        threading.Thread(target=sample, name=f"sampling iteration {iteration}", daemon=True).start()
+
+    def finish(self, on_stage: Callable[[str], None]) -> dict[str, float]:
+        """Wait until the next rows are there. Returns the time that they took; raises what sampling them raised."""
+        if self._running is None:
+            return {}
+        on_stage("wait")
+        running, self._running = self._running, None
+        self.samples, seconds = running.result()
+        return {"time/ahead": seconds}
+
+    def restore(self, saved: str, *, again: bool) -> None:
+        """Take up the rows of a checkpoint. again: they are from another recipe, so their prompts are sampled again."""
+        samples = Samples.from_json(saved)
+        if again:
+            self.sampler.say(
+                f"iteration {samples.iteration} is sampled again: its rows in the checkpoint are from another recipe"
+            )
+            self.sampler.extra = samples.extra
+        else:
+            self.samples = samples.of(self.sampler.prompts(samples.iteration, samples.extra, samples.replaced)[0])
+
+    def close(self) -> None:
+        """Wait for the thread, whatever comes of it, and close what it used."""
+        if self._running is not None:
+            wait([self._running])
+        self.sampler.close()
 
 
 class Clock:
@@ -205,6 +280,8 @@ class Clock:
     def stop(self, tokens: float) -> dict[str, float]:
         """`time/STAGE` of each; `time/iteration`, up to the end of the update, and the tokens a second in it."""
         self.began.append(("end", time.perf_counter()))
-        seconds = {f"time/{name}": after - before for (name, before), (_, after) in pairwise(self.began)}
+        seconds: dict[str, float] = defaultdict(float)
+        for (name, before), (_, after) in pairwise(self.began):
+            seconds[f"time/{name}"] += after - before
         whole = sum(x for name, x in seconds.items() if name != "time/sync")
-        return seconds | {"time/iteration": whole, "train/tokens_per_second": tokens / whole}
+        return {**seconds, "time/iteration": whole, "train/tokens_per_second": tokens / whole}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from cct.geometry import Geometry
+from cct.geometry.functional import correction_weights
 from cct.rollout import Credit, Rollout
 from cct.statistic import Statistic
 from cct.transport.functional import (
@@ -21,6 +22,7 @@ from cct.transport.functional import (
 )
 
 from .minibatches import correction
+from .rows import Row
 
 
 def rollout_metrics(rollout: Rollout, seen: Rollout, credit: Credit, scores: Tensor, geometry: Geometry) -> dict[str, float]:
@@ -76,6 +78,31 @@ def rollout_metrics(rollout: Rollout, seen: Rollout, credit: Credit, scores: Ten
     if "value_disagreement" in rollout.stats:
         metrics["critic/disagreement"] = mean(rollout.stats["value_disagreement"])
     return metrics | oracle_metrics(seen, credit)
+
+
+def lag_metrics(rollout: Rollout, iteration: int) -> dict[str, float]:
+    """Age of the tokens, and their importance under the policy before the update where the trainer's forward gave it."""
+    assert rollout.versions is not None and rollout.rollout_logprobs is not None
+    mask = rollout.mask
+    metrics = {"lag/age": float(masked_mean_std(max(0, iteration - 1) - rollout.versions.float(), mask)[0])}
+    if "entropy" not in rollout.stats or not bool(mask.any()):
+        return metrics
+    ratio = correction_weights(rollout.logprobs, rollout.rollout_logprobs, mask, "none", "token", 1.0)[0][mask]
+    return metrics | {
+        "lag/ratio": float(ratio.mean()),
+        "lag/ratio_max": float(ratio.max()),
+        "lag/effective_sample_size": float(ratio.mean() ** 2 / ratio.square().mean()),
+    }
+
+
+def refill_metrics(replaced: Sequence[Sequence[int]], tokens: int, rows: Sequence[Row], flat: float) -> dict[str, float]:
+    """Of an iteration's refills. replaced: the groups of each. tokens: sampled in all. flat: share of the final groups."""
+    return {
+        "refill/rounds": float(len(replaced)),
+        "refill/prompts": float(sum(map(len, replaced))),
+        "refill/tokens": float(tokens - sum(len(row.emitted) for row in rows)),
+        "refill/without_contrast": flat,
+    }
 
 
 def oracle_metrics(seen: Rollout, credit: Credit) -> dict[str, float]:

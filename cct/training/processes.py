@@ -6,7 +6,7 @@ baselines, whitening and every denominator are global by construction. With one 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,18 @@ class Ranks:
 
     rank: int = 0
     world: int = 1
+    group: distributed.ProcessGroup | None = None
+    """Among which it speaks; None for the default one."""
 
     @classmethod
     def current(cls) -> Ranks:
         if distributed.is_available() and distributed.is_initialized():
             return cls(distributed.get_rank(), distributed.get_world_size())
         return cls()
+
+    def apart(self) -> Ranks:
+        """The same processes over a group of its own, for a thread: two threads must not share one. All processes call it."""
+        return self if self.world == 1 else replace(self, group=distributed.new_group(backend="gloo"))
 
     def share(self, count: int) -> range:
         """This rank's contiguous part of range(count); parts differ by one at most, and may be empty."""
@@ -41,7 +47,7 @@ class Ranks:
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
-        distributed.all_gather_object(values, value)
+        distributed.all_gather_object(values, value, group=self.group)
         return values
 
     def gather_rows(self, mine: Tensor, index: list[Tensor]) -> Tensor:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
+from itertools import accumulate
+
+from pydantic import TypeAdapter
 
 from cct.evidence import Evidence
 from cct.rollout import Prompt, Response, Rollout
@@ -46,6 +50,7 @@ class Sampled:
         number: int,
         group: int,
         iteration: int,
+        version: int = 0,
         components: Mapping[str, Sequence[float]] | None = None,
     ) -> list[Row]:
         """As rows of a rollout, once it is judged. number: of the episode in its iteration. group: of its prompt. components:
@@ -67,6 +72,7 @@ class Sampled:
                 first,
                 tuple(span.tokens),
                 tuple(span.turns),
+                version,
                 {name: tuple(numbers) for name, numbers in (components or {}).items()},
             )
             first += len(row.emitted)
@@ -104,6 +110,8 @@ class Row:
     """All that follow the prompt, observations included; where none are given, those of the response."""
     turns: tuple[int, ...] = ()
     """Of each of them its turn, `OBSERVED` where the policy did not emit it; where none are given, all are of turn 0."""
+    version: int = 0
+    """The iteration whose update made the policy that emitted it; 0 for the starting policy."""
     components: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Like the rewards, by each evidence, where a part asks for them."""
 
@@ -171,6 +179,60 @@ def scores_by_prompt(rows: Sequence[Row], scores: Sequence[float], valid: Sequen
     for (key, _), score in episodes.items():
         found.setdefault(key, []).append(score)
     return found
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A response continued from within, judged."""
+
+    said: tuple[int, ...]
+    """What was emitted first: of an episode the rest of the turn, else one token."""
+    value: float
+    """Return from there on."""
+
+    @classmethod
+    def of(cls, response: Response, rewards: Sequence[float], count: int) -> Continuation:
+        """The whole response, which was continued after its first `count` tokens."""
+        ends = accumulate(turn.tokens for turn in response.turns)
+        said = response.tokens[count : next((end for end in ends if end > count), count + 1)]
+        return cls(said, sum(rewards[count:]))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was sampled and judged for an iteration."""
+
+    iteration: int
+    rows: list[Row]
+    """In the order of the prompts."""
+    counts: dict[str, float]
+    """Metrics: what failed, and how prompts were replaced."""
+    extra: int = 0
+    """Prompts that refills had drawn before."""
+    replaced: list[list[int]] = field(default_factory=list)
+    """Of each refill the groups whose prompts it replaced."""
+
+    def as_json(self) -> str:
+        """All but the `meta` of prompts, which may hold anything."""
+        bare = [replace(row, prompt=_bare(row.prompt), asked=row.asked and _bare(row.asked)) for row in self.rows]
+        return json.dumps(asdict(replace(self, rows=bare)))
+
+    @classmethod
+    def from_json(cls, text: str) -> Samples:
+        return TypeAdapter(cls).validate_python(json.loads(text))
+
+    def of(self, prompts: Sequence[Prompt]) -> Samples:
+        """With the `meta` of the task's prompts, one of each group."""
+
+        def known(row: Row) -> Row:
+            meta = prompts[row.group].meta
+            return replace(row, prompt=replace(row.prompt, meta=meta), asked=row.asked and replace(row.asked, meta=meta))
+
+        return replace(self, rows=[known(row) for row in self.rows])
+
+
+def _bare(prompt: Prompt) -> Prompt:
+    return replace(prompt, meta={})
 
 
 def episode_metrics(rows: Sequence[Row]) -> dict[str, float]:

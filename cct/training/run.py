@@ -104,7 +104,7 @@ def train(
                 trainer.fit(loop, ckpt_path=checkpoint, weights_only=True)
         finally:
             ending.close()
-            loop.sampler.close()
+            loop.ahead.close()
             close_workers()
             if run is not None and any("train/reward" in metrics for _, metrics in display.history):
                 _say_how_to_go_on(recipe, run, display.say)

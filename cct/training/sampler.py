@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from cct.errors import TrainingStopped, attributed_to
-from cct.policy.generation import Completion, Engine, EngineError
+from cct.errors import attributed_to, of_engine
+from cct.policy.generation import Completion, Engine
 from cct.prompts import encode, fitting, training_prompts
 from cct.recipe import Recipe
 from cct.rollout import Prompt, Response, derive_seed
 
 from .episodes import Episodes, Past
-from .judge import Failures, apart, judge, score_all, weigh
+from .judge import Failures, Judged, apart, judged, without_contrast
+from .metrics import refill_metrics
 from .processes import Ranks
-from .rows import Row, Sampled, Span
+from .rows import Continuation, Row, Sampled, Samples, Span
 
 # The number of a prompt within the iteration (with an environment, of an episode), and the tokens emitted after it.
 State = tuple[int, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """A response continued from within, judged."""
-
-    said: tuple[int, ...]
-    """What was emitted first: of an episode the rest of the turn, else one token."""
-    value: float
-    """Return from there on."""
-
-
-def _first(response: Response, count: int) -> tuple[int, ...]:
-    """What follows the first `count` tokens: of an episode the rest of the turn, else one token."""
-    ends = accumulate(turn.tokens for turn in response.turns)
-    return response.tokens[count : next((end for end in ends if end > count), count + 1)]
 
 
 class Sampler:
@@ -56,14 +40,14 @@ class Sampler:
         ranks: Ranks | None = None,  # None: those there are when something is asked for
         say: Callable[[str], None] = lambda line: None,  # called with what a person should see
     ):
-        self.recipe, self.actor, self.tokenizer = recipe, actor, tokenizer
-        self.say = say
+        self.recipe, self.actor, self.tokenizer, self.say = recipe, actor, tokenizer, say
         self.episodes: Episodes | None = None
         if recipe.environment is not None:
             environment = recipe.environment.fitted(tokenizer.chat_template)
             self.episodes = Episodes(recipe, environment, actor, tokenizer, lambda: self.engine, lambda: self.ranks)
         self.failures = Failures()  # on all processes, since they were last counted
         self.overlong = 0  # prompts that were too long and had others in their place, since they were last counted
+        self.extra = 0  # prompts that refills have drawn: the task's stream is so much further on
         self._engine, self._ranks = engine, ranks
 
     # --- the engine ---------------------------------------------------------------------------
@@ -71,22 +55,21 @@ class Sampler:
     def engine(self) -> Engine:
         """Opened when it is first needed: by then the processes are connected and the weights restored."""
         if self._engine is None:
-            try:
+            with of_engine():
                 self._engine = self.recipe.generation.open(self.actor, self.tokenizer)
-            except EngineError as error:
-                raise TrainingStopped(str(error)) from error
+            self._engine.say = self.say
         return self._engine
 
     @property
     def ranks(self) -> Ranks:
+        if self._ranks is None and self.recipe.generation.lag:
+            self._ranks = Ranks.current().apart()
         return self._ranks or Ranks.current()
 
     def sync(self) -> dict[str, float]:
         """Give the engine the actor's current weights. Returns metrics; raises TrainingStopped if they then differ."""
-        try:
+        with of_engine():
             return self.engine.sync()
-        except EngineError as error:
-            raise TrainingStopped(str(error)) from error
 
     def close(self) -> None:
         if self._engine is not None:
@@ -96,47 +79,85 @@ class Sampler:
             self.episodes.close()
 
     # --- from prompts to responses --------------------------------------------------------------
-    def sample(self, iteration: int, on_stage: Callable[[str], None] = lambda stage: None) -> list[Row]:
-        """`responses_per_prompt` judged responses to each prompt of an iteration, in the order of the prompts.
+    def sample(
+        self, iteration: int, on_stage: Callable[[str], None] = lambda stage: None, version: int | None = None
+    ) -> Samples:
+        """`responses_per_prompt` judged responses to each prompt of an iteration.
 
-        on_stage: called with the name of what begins.
+        on_stage: called with the name of what begins. version: the iteration whose update made the engine's weights; None for
+        the one before. Under `training.refill` every prompt of a round is sampled to its end before those without contrast
+        are replaced, so none is preferred for being quick.
         """
-        recipe, ranks, each = self.recipe, self.ranks, self.recipe.training.responses_per_prompt
-        with attributed_to(f"task '{recipe.task.use}'", iteration):
-            prompts, self.overlong = training_prompts(recipe, self.actor, self.tokenizer, iteration)
-        numbers = ranks.share(len(prompts) * each)
-        on_stage("generate")
-        seed = derive_seed(recipe.seed, "sample", iteration)
-        sampled = self.respond([prompts[number // each] for number in numbers], [derive_seed(seed, n) for n in numbers])
-        on_stage("evidence")
-        responses, failures = [one.response for one in sampled], Failures()
-        scored = score_all(recipe.evidence, [one.prompt for one in sampled], responses, failures, iteration)
-        rewards, keep = weigh(recipe.evidence, scored, responses)
-        parts = apart(recipe.evidence, scored, responses) if recipe.needs("components") else [{} for _ in sampled]
-        mine = [
-            row
-            for number, one, reward, kept, part in zip(numbers, sampled, rewards, keep, parts, strict=True)
-            for row in one.rows(reward, kept, number, number // each, iteration, part)
-        ]
-        gathered, where = ranks.gather((mine, failures)), f"iteration {iteration}"
-        rows = [row for part, _ in gathered for row in part]
-        self._failed((failures for _, failures in gathered), len(prompts) * each, where)
+        training, extra, where = self.recipe.training, self.extra, f"iteration {iteration}"
+        version = max(0, iteration - 1) if version is None else version
+        groups, rows_of, tokens = list(range(training.prompts_per_iteration)), dict[int, list[Row]](), 0
+        replaced, failures = list[list[int]](), list[Failures]()
+        while True:
+            prompts, self.overlong = self.prompts(iteration, extra, replaced)
+            found, flat, failed = self._round(iteration, len(replaced), prompts, groups, version, on_stage)
+            rows_of |= {group: list(rows) for group, rows in groupby(found, key=lambda row: row.group)}
+            failures += failed
+            tokens += sum(len(row.emitted) for row in found)
+            if not flat or iteration < 1 or len(replaced) == training.refill:
+                break
+            replaced.append(flat)
+            groups, self.extra = flat, self.extra + len(flat)
+        rows = [row for group in sorted(rows_of) for row in rows_of[group]]
+        self._failed(failures, (len(rows_of) + self.extra - extra) * training.responses_per_prompt, where)
         if not any(row.keep for row in rows):
             self.say(f"warning: {where}: all {len(rows)} responses were left out, so there is nothing to learn from")
-        return rows
+        of_refills = (
+            refill_metrics(replaced, tokens, rows, len(flat) / len(rows_of)) if training.refill and iteration > 0 else {}
+        )
+        return Samples(iteration, rows, self.counts() | of_refills, extra, replaced)
+
+    def prompts(self, iteration: int, extra: int, replaced: Sequence[Sequence[int]] = ()) -> tuple[list[Prompt], int]:
+        """See `training_prompts`."""
+        with attributed_to(f"task '{self.recipe.task.use}'", iteration):
+            return training_prompts(self.recipe, self.actor, self.tokenizer, iteration, extra, replaced)
+
+    def _round(
+        self,
+        iteration: int,
+        refill: int,
+        prompts: Sequence[Prompt],
+        groups: Sequence[int],
+        version: int,
+        on_stage: Callable[[str], None],
+    ) -> tuple[list[Row], list[int], list[Failures]]:
+        """Judged rows of some groups, in their order; which of these have no contrast; what failed on each process."""
+        recipe, ranks, each = self.recipe, self.ranks, self.recipe.training.responses_per_prompt
+        numbers = [groups[number // each] * each + number % each for number in ranks.share(len(groups) * each)]
+        on_stage("generate")
+        seed = derive_seed(recipe.seed, "sample", iteration, *((refill,) if refill else ()))
+        sampled = self.respond([prompts[number // each] for number in numbers], [derive_seed(seed, n) for n in numbers])
+        on_stage("evidence")
+        found = self._judge(sampled, iteration)
+        said = [one.response for one in sampled]
+        parts = apart(recipe.evidence, found.scored, said) if recipe.needs("components") else [{} for _ in said]
+        mine = [
+            row
+            for number, one, reward, kept, part in zip(numbers, sampled, found.rewards, found.keep, parts, strict=True)
+            for row in one.rows(reward, kept, number, number // each, iteration, version, part)
+        ]
+        totals = [x if kept and one.keep else None for x, kept, one in zip(found.totals, found.keep, sampled, strict=True)]
+        gathered = ranks.gather((mine, totals, [found.failures]))
+        rows, totals, failed = ([x for part in gathered for x in part[kind]] for kind in range(3))
+        flat = without_contrast([group for group in groups for _ in range(each)], totals) if recipe.training.refill else []
+        return rows, flat, failed
 
     def greedy_scores(self, prompts: Sequence[Prompt], iteration: int) -> list[float]:
         """The score of one greedy response to each prompt, NaN where it is not kept."""
-        ranks = self.ranks
-        numbers = ranks.share(len(prompts))
+        numbers = self.ranks.share(len(prompts))
         sampled = self.respond([prompts[number] for number in numbers], None, numbers)
-        rewards, keep, failures = self._judge(sampled, iteration)
+        rewards, keep, failures, _ = self._judge(sampled, iteration)
         kept = [kept and one.keep for kept, one in zip(keep, sampled, strict=True)]
         scores = [sum(reward) if judged else math.nan for reward, judged in zip(rewards, kept, strict=True)]
-        gathered = ranks.gather((scores, failures))
+        gathered = self.ranks.gather((scores, failures))
         self._failed((part for _, part in gathered), len(prompts), f"iteration {iteration}, greedy responses")
         return [score for part, _ in gathered for score in part]
 
+    @of_engine()
     def respond(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None, numbers: Sequence[int] | None = None
     ) -> list[Sampled]:
@@ -162,9 +183,8 @@ class Sampler:
         text = self.recipe.policy.opened + str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
         return Response(text, tokens, completion.finished, () if prefix else completion.logprobs)
 
-    def _judge(self, sampled: Sequence[Sampled], iteration: int) -> tuple[list[list[float]], list[bool], Failures]:
-        """Rewards per emitted token, whether to keep the response, and what failed."""
-        return judge(self.recipe.evidence, [one.prompt for one in sampled], [one.response for one in sampled], iteration)
+    def _judge(self, sampled: Sequence[Sampled], iteration: int) -> Judged:
+        return judged(self.recipe.evidence, [one.prompt for one in sampled], [one.response for one in sampled], iteration)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
         """Token ids of the prompts. Raises TrainingStopped where there is no room for one and its response."""
@@ -187,9 +207,9 @@ class Sampler:
         seeds = [derive_seed(seed, number) for number, _, _ in mine]
         iteration = rows[0].iteration if rows else 0
         sampled = self._continued([(of_key[key], prefix) for _, key, prefix in mine], seeds)
-        rewards, keep, failures = self._judge(sampled, iteration)
+        rewards, keep, failures, _ = self._judge(sampled, iteration)
         found = [
-            Continuation(_first(one.response, len(prefix)), sum(reward[len(prefix) :]))
+            Continuation.of(one.response, reward, len(prefix))
             if kept and one.keep and len(one.response.tokens) > len(prefix)
             else None
             for (_, _, prefix), one, reward, kept in zip(mine, sampled, rewards, keep, strict=True)
@@ -211,6 +231,7 @@ class Sampler:
         episode."""
         return row.group if self.episodes is None else row.episode
 
+    @of_engine()
     def _continued(self, states: Sequence[tuple[Row, tuple[int, ...]]], seeds: Sequence[int]) -> list[Sampled]:
         """The response of each row, sampled again after its first tokens."""
         if self.episodes is None:
@@ -231,10 +252,9 @@ class Sampler:
     ) -> tuple[list[list[float]], dict[str, float]]:
         """Monte-Carlo values: the mean return of continuations of each row's response from each of its starts.
 
-        starts: of each row, numbers among the tokens that the policy emitted in it.
-
-        Rows that share a prefix, as all of a prompt do at their first token, share its continuations. A prefix all of whose
-        continuations were dropped by evidence takes the row's own return. Returns values as `starts`, and the cost.
+        starts: of each row, numbers among the tokens that the policy emitted in it. Rows that share a prefix, as all of a
+        prompt do at their first token, share its continuations. A prefix all of whose continuations were dropped by evidence
+        takes the row's own return. Returns values as `starts`, and the cost.
         """
         prefixes = [
             [(self.key(row), row.response.tokens[: row.first + t]) for t in places]
@@ -256,13 +276,17 @@ class Sampler:
         for line in failures.lines(judged, where):
             self.say(line)
 
-    def counts(self) -> dict[str, float]:
-        """`evidence/KIND/NAME`: how often evidence failed since this was last called; and prompts that were too long."""
+    def counts(self, before: Mapping[str, float] | None = None) -> dict[str, float]:
+        """`evidence/KIND/NAME`: how often evidence failed since this was last called; and prompts that were too long.
+
+        before: what was counted earlier, to which this is added.
+        """
         counted = {f"evidence/{name}": float(count) for name, count in self.failures.items()}
         if self.recipe.generation.overlong == "drop":
             counted["train/overlong"] = float(self.overlong)
-        self.failures = Failures()
-        return counted | self.environment_counts()
+        self.failures, self.overlong, before = Failures(), 0, before or {}
+        counted |= self.environment_counts()
+        return {**before, **{name: x + before.get(name, 0.0) for name, x in counted.items()}}
 
     def environment_counts(self) -> dict[str, float]:
         """`environment/KIND`: how often the environment failed, on all processes, since this was last called."""

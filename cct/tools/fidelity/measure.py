@@ -181,7 +181,7 @@ def _sample(
     found, blind = _Sampled(), agent.like(agent.actor)
     for number in iterations:
         on_stage(f"sampling iteration {number}")
-        sampled = base.sample(number)
+        sampled = base.sample(number).rows
         sampled = [sampled[index] for part in random_order(base.recipe, number, sampled) for index in part]
         for name, variant in variants.items():
             estimator = Estimator(variant, agent if variant.critic is not None else blind)
