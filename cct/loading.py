@@ -26,6 +26,7 @@ from cct.registry import (
     Knobs,
     PluginError,
     Registry,
+    did_you_mean,
     load_entry_points,
     load_plugin,
     no_exit,

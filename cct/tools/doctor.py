@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,13 +20,12 @@ from cct import __version__
 from cct.registry import install
 
 NAME = "credit-transport"
-EXTRAS = ("deepspeed", "vllm", "lora", "gguf", "math", "reasoning-gym", "textarena", "data", "check", "study", "submitit")
-EXTRAS += ("tensorboard", "wandb", "mlflow", "trackio")
+DEVELOPMENT = {"dev", "docs", "bench", "smollm2", "vllm-cpu"}  # extras that are not listed
 
 # A run of seconds: every stage once, a critic included.
 SELF_TEST = (
     "policy.warm_start=",
-    "policy.hidden_size=32",
+    "policy.hidden_size=64",
     "policy.layers=2",
     "policy.heads=2",
     "policy.kv_heads=2",
@@ -41,16 +41,19 @@ SELF_TEST = (
 
 
 def doctor(console: Console, *, test: bool = True) -> bool:
-    """Print what a bug report needs; where `test`, also train with each engine that is installed. Returns whether all is well."""
-    well = _machine(console)
-    well &= _packages(console)
+    """Print what a bug report needs. Returns whether all is well.
+
+    test: also train, resume and evaluate a run with each engine that is installed.
+    """
+    _machine(console)
+    well = _packages(console)
     for engine in ("transformers", *(["vllm"] if _version("vllm") or _version("vllm-cpu") else [])) if test else ():
         well &= _trains(console, engine)
     console.print("all is well" if well else "something is wrong, see above", style="green" if well else "red")
     return well
 
 
-def _machine(console: Console) -> bool:
+def _machine(console: Console) -> None:
     import torch
 
     table = _table("machine")
@@ -65,7 +68,6 @@ def _machine(console: Console) -> bool:
     if torch.version.cuda and not cards:
         table.add_row("GPU", "none is visible: see nvidia-smi and CUDA_VISIBLE_DEVICES")
     console.print(table)
-    return True
 
 
 def _packages(console: Console) -> bool:
@@ -77,18 +79,10 @@ def _packages(console: Console) -> bool:
         wants = f"  needs {requirement.specifier}: install cct again" if not fits else ""
         table.add_row(requirement.name, f"{found or 'not installed'}{wants}", style=None if fits else "red")
         well &= fits
-    for extra in EXTRAS:
-        parts = [Requirement(text) for text in _required() if f'extra == "{extra}"' in text.replace("'", '"')]
-        parts = [part for part in parts if part.name != NAME]
-        missing = [part.name for part in parts if _version(part.name) is None]
-        if extra == "vllm" and _version("vllm-cpu"):
-            missing = []
-        have = ", ".join(f"{part.name} {_version(part.name)}" for part in parts if _version(part.name))
-        table.add_row(
-            f"extra {extra}",
-            f"no {', '.join(missing)}: {install(extra)}" if missing else have,
-            style="dim" if missing else None,
-        )
+    for extra, names in _extras().items():
+        missing = [name for name in names if _version(name) is None]
+        told = f"no {', '.join(missing)}: {install(extra)}" if missing else ", ".join(f"{n} {_version(n)}" for n in names)
+        table.add_row(f"extra {extra}", told, style="dim" if missing else None)
     console.print(table)
     return well
 
@@ -115,6 +109,18 @@ def _trains(console: Console, engine: str) -> bool:
                 return False
             console.print(f"{engine}: {what} works ({time.perf_counter() - started:.0f} s)")
     return True
+
+
+def _extras() -> dict[str, list[str]]:
+    """The packages of each extra that a user may want."""
+    found: dict[str, list[str]] = {}
+    for text in _required():
+        extra = re.search(r"extra == ['\"]([\w-]+)", text)
+        name = Requirement(text).name
+        if extra and extra[1] not in DEVELOPMENT and name != NAME:
+            name = "vllm-cpu" if name == "vllm" and _version("vllm") is None and _version("vllm-cpu") else name
+            found.setdefault(extra[1], []).append(name)
+    return found
 
 
 def _required() -> list[str]:
