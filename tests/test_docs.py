@@ -164,6 +164,20 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(path), f"{page.name} links to {target}"
 
 
+def test_the_readme_counts_the_parts():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    counts = {axis: len([name for name in registry.names() if built_in(registry[name])]) for axis, registry in REGISTRIES.items()}
+    first = rf"{counts['transport']} estimators, {counts['critic']} critics and {counts['geometry']} policy losses"
+    assert re.search(first, text)
+    assert f"| {counts['transport']} and {counts['gate']} gates: " in text
+    for axis in ("critic", "geometry", "environment", "evidence"):
+        assert re.search(rf"\| \*\*{axis}\*\* \| [^|]*\| {counts[axis]}: ", text), (axis, counts[axis])
+
+
+def built_in(part):
+    return part.__module__.startswith("cct.")
+
+
 def test_the_readme_stays_short_and_lists_every_recipe_and_command(capsys):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
