@@ -36,7 +36,7 @@ METRICS = (  # docs/runs.md holds this table, as `markdown` writes it
         "prompts",
     ),
     Metric(
-        "sets/NAME",
+        "sets/NAME/accuracy, sets/NAME",
         "the same of each of `evaluation.sets`, `sets/NAME/accuracy` and so on; with `samples` also `avg@n`, `pass@n`",
     ),
     Metric("train/reward", "mean reward of the sampled responses, without dropped ones", "reward"),
@@ -218,11 +218,17 @@ def is_count(name: str) -> bool:
 
 def markdown() -> str:
     """The table of docs/runs.md."""
-    rows = [(", ".join(f"`{name}`" for name in _names(each.names)), each.meaning, each.unit) for each in METRICS]
-    return "| name | meaning | unit |\n|---|---|---|\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    rows = [(", ".join(f"`{name}`" for name in _names(each.names)), each.meaning, each.unit, _shown(each)) for each in METRICS]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [("name", "meaning", "unit", "shown in"), ("---",) * 4, *rows])
 
 
-# --- where they are shown, in this order ------------------------------------------------------
+def _shown(metric: Metric) -> str:
+    """Besides the files, where one of its names is shown: while a run trains and when it ends, in the report, in studies."""
+    stages = tuple(f"time/{stage}" for stage in STAGES)
+    places = {"terminal": (*TERMINAL, *CLOSING), "report": (*CURVES, *SUMMARY, *stages), "studies": CELLS}
+    return ", ".join(place for place, names in places.items() if set(names) & set(_names(metric.names))) or "\N{EN DASH}"
+
+
 TERMINAL = {  # label and format, while a run trains
     "train/tokens_per_second": ("tokens/s", ",.0f"),
     "train/reward": ("reward", ".3f"),
@@ -232,8 +238,8 @@ TERMINAL = {  # label and format, while a run trains
     "eval/accuracy": ("held-out accuracy", ".3f"),
 }
 CLOSING = _names(  # the table at a run's end
-    "eval/accuracy, train/reward, train/length, critic/explained_variance, gate/mean, policy/clip_fraction, "
-    "policy/approx_kl, train/tokens_per_second, episode/turns, episode/reward/NAME, environment/NAME"
+    "eval/accuracy, sets/NAME/accuracy, train/reward, train/length, critic/explained_variance, gate/mean, "
+    "policy/clip_fraction, policy/approx_kl, train/tokens_per_second, episode/turns, episode/reward/NAME, environment/NAME"
 )
 SUMMARY = _names(  # the table of a report
     "eval/accuracy, train/reward, critic/explained_variance, policy/approx_kl, policy/clip_fraction, gate/mean, "
@@ -274,6 +280,7 @@ class Curve:
 
 CURVES = {
     "eval/accuracy": Curve("Held-out accuracy, greedy", "share correct", range=(0.0, 1.0)),
+    "sets/NAME/accuracy": Curve("Evaluation set: NAME", "share correct", range=(0.0, 1.0)),
     "train/reward": Curve("Reward of sampled responses", "reward"),
     "critic/explained_variance": Curve("Explained variance of the Monte-Carlo return", "at most 1", zero=True),
     "baseline/explained_variance": Curve("Explained variance, by the critic combined with the group", "at most 1", zero=True),

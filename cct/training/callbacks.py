@@ -34,10 +34,13 @@ from cct.registry import RAISED, error_text, run_file
 from cct.run_folder import RunFolder
 from cct.system.files import NO_ROOM, WriteError, append, kept, write_text, writing
 from cct.system.signals import Ending, Interrupted
+from cct.system.terminal import shortened
 from cct.watching import LightningCallback
 
 from .loop import Iteration, Loop
 from .processes import Ranks
+
+MOST_OF_A_SAMPLE = 80  # characters of a prompt and of a response that are shown on a line
 
 
 class Recorder(Checkpoint):
@@ -93,6 +96,8 @@ class Recorder(Checkpoint):
                 samples = [{"iteration": iteration, **sample} for sample in samples_of(ended, self.recipe.logging.samples)]
                 append(self.folder.samples_file, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in samples))
                 log_samples(trainer.loggers, samples, iteration)
+                if "eval/accuracy" in ended.metrics and samples:
+                    self.display.sample(samples[0])
                 self.folder.store(ended.rollout, iteration, self.recipe.logging)
         asked = next((number for number in Ranks.current().gather(self.ending.asked) if number is not None), None)
         last = iteration == training.iterations or trainer.should_stop
@@ -232,6 +237,11 @@ class Display:
             kind = "critic warm-up" if iteration <= 0 and times else "iteration"
             shown = "  ".join(f"{key} {value}" for key, value in self.state.items() if key not in ("stage", "iteration"))
             self.say(f"{kind} {iteration} {shown}")
+
+    def sample(self, sample: dict[str, Any]) -> None:
+        """A prompt and what the policy answered, on one line."""
+        prompt, response = (shortened(" ".join(sample[key].split()), MOST_OF_A_SAMPLE) for key in ("prompt", "response"))
+        self.say(f"  sampled {prompt!r}: {response!r}, reward {sample['reward']:.3g}")
 
     def _render(self) -> Table:
         table = Table.grid(padding=(0, 2))
