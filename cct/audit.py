@@ -27,9 +27,9 @@ def unreadable(part: Evidence, prompts: Sequence[Prompt]) -> list[tuple[Prompt, 
     return [(prompt, reason) for prompt, reason in found if reason]
 
 
-def golds(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[tuple[bool, str]]:
-    """Findings about the gold answers: whether it would stop a run, and its text."""
-    for index, part in enumerate(recipe.evidence):
+def golds(evidence: Sequence[Evidence], prompts: Sequence[Prompt], place: str = "evidence") -> Iterator[tuple[bool, str]]:
+    """Findings about the gold answers: whether it would stop a run, and its text. place: of the evidence in the recipe."""
+    for index, part in enumerate(evidence):
         if bad := unreadable(part, prompts):
             shown = "; ".join(f"{prompt.place}: {reason}".removeprefix(": ") for prompt, reason in bad[:EXAMPLES])
             becomes = {
@@ -39,7 +39,7 @@ def golds(recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[tuple[bool, str
             }
             yield (
                 part.on_error == "fail",
-                f"evidence.{index}: '{part.use}' cannot read the gold answers of {len(bad)} of {len(prompts)} prompts "
+                f"{place}.{index}: '{part.use}' cannot read the gold answers of {len(bad)} of {len(prompts)} prompts "
                 f"({becomes[part.on_error]}), e.g. {shown}",
             )
     raw = [prompt for prompt in prompts if "####" in prompt.answer]
@@ -114,6 +114,7 @@ def audit(recipe: Recipe) -> Audit:
         (result.problems if recipe.training.share_prefix is True else result.lines).append(text)
     sets = {"training": drawn(recipe), "held out": list(recipe.task.held_out())}
     sets |= {place: list(task.held_out()) for place, task in recipe.evaluation.other_tasks.items()}
+    own = {f"evaluation.sets.{name}": one for name, one in recipe.evaluation.sets.items()}
     endless = recipe.task.training() is None
     for name, prompts in sets.items():
         runs, episodes = not name.startswith("evaluation.frozen."), recipe.environment is not None
@@ -136,7 +137,7 @@ def audit(recipe: Recipe) -> Audit:
                 result.warnings.append(f"{name}: {lengths.which}; they are left out (overlong: drop)")
             else:
                 result.found(runs, f"{name}: {lengths.problem}")
-        for fails, text in golds(recipe, prompts):
+        for fails, text in golds(own[name].evidence or recipe.evidence if name in own else recipe.evidence, prompts):
             result.found(fails and runs, f"{name}: {text}")
         if name != "training" or not endless:
             result.warnings += [f"{name}: {text}" for text in duplicates(prompts)]

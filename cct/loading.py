@@ -241,7 +241,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def recipe_file(path: str | Path) -> Path:
     """The file of a recipe: `path` itself, or that of a recipe that comes with cct where it is just a name, `compo`."""
     given = Path(path)
-    if given.suffix or len(given.parts) != 1 or given.exists():
+    if given.suffix or len(given.parts) != 1 or given.is_file():
         return given
     shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.yaml"))}
     if given.name not in shipped:

@@ -236,11 +236,16 @@ def critic_is_used(recipe: Parts) -> Problems:
 
 def best_is_measured(recipe: Parts) -> Problems:
     best, sets = recipe.evaluation.best, recipe.evaluation.sets
-    of_set = best.split("/")[1] if best is not None and re.match(r"sets/[^/]+/", best) else None
-    if best is None or of_set in sets:
+    if best is None:
         return
-    if of_set is not None:
-        yield "evaluation.best", did_you_mean("set under evaluation.sets", of_set, sets)
+    if found := re.match(r"sets/([^/]+)/(.+)", best):
+        if found[1] not in sets:
+            yield "evaluation.best", did_you_mean("set under evaluation.sets", found[1], sets)
+            return
+        samples = sets[found[1]].samples
+        known = ["accuracy", "reward", "length", "truncated", *([f"avg@{samples}", f"pass@{samples}"] if samples else [])]
+        if found[2] not in known:
+            yield "evaluation.best", did_you_mean(f"metric of sets/{found[1]}", found[2], known)
     elif not any(metric.covers(best) for metric in METRICS):
         known = [name for metric in METRICS for name in metric.names.split(", ") if "NAME" not in name]
         yield "evaluation.best", did_you_mean("metric", best, known)

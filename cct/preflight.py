@@ -69,7 +69,10 @@ def _data(recipe: Recipe, bound: int) -> tuple[list[str], list[str]]:
             "use a chat model with policy.chat at auto, or turn the row into text with task.template"
         ], []
     try:
-        found = list(golds(recipe, prompts))
+        found = list(golds(recipe.evidence, prompts))
+        for name, one in recipe.evaluation.sets.items():
+            place = f"evaluation.sets.{name}.evidence" if one.evidence else "evidence"
+            found += golds(one.evidence or recipe.evidence, one.task.held_out()[:bound], place)
     except RAISED as error:  # a part may be the user's own
         return [f"evidence: {message_of(error)}"], []
     return [text for fails, text in found if fails], [text for fails, text in found if not fails]

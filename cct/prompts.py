@@ -32,7 +32,7 @@ def drawn(recipe: Recipe, bound: int = LOOK_AHEAD) -> list[Prompt]:
     found: dict[int, Prompt] = {}
     for seed, rounds in (
         (recipe.seed + CRITIC_WARMUP_SEED, training.critic_warmup),
-        (recipe.seed, training.iterations * (1 + training.refill)),
+        (recipe.seed, (training.iterations + recipe.generation.lag) * (1 + training.refill)),
     ):
         count = rounds * training.prompts_per_iteration
         if listed and count >= len(listed):

@@ -175,7 +175,7 @@ class Recipe(Knobs):
     evidence: list[Annotated[Evidence, evidences]] = Field(min_length=1)
     """What judges responses; the reward is the weighted sum, accuracy is the mean of the first one."""
     teacher: Annotated[Policy, policies] | None = None
-    """Frozen policy of the same vocabulary that the transport `distill` learns from; null for none."""
+    """Frozen policy with the same vocabulary, from which the transport `distill` learns; null for none."""
     critic: Annotated[Critic, critics] | None = None
     """Predicts returns; null for critic-free transports."""
     transport: Annotated[Transport, transports]

@@ -125,6 +125,12 @@ class RunFolder:
         """Oldest first; each is named by the iteration after which it was taken."""
         return sorted((self.path / "checkpoints").glob("[0-9]*.ckpt"), key=lambda path: int(path.stem))
 
+    def best(self, recipe: Recipe, reached: int | None = None) -> tuple[int, float] | None:
+        """Iteration and value of the best `evaluation.best`, up to iteration `reached`, among those that have a checkpoint."""
+        kept = {int(path.stem) for path in self.checkpoints}
+        kept = {number for number in kept if reached is None or number <= reached}
+        return recipe.evaluation.best_of(event for event in self.metrics if event["iteration"] in kept)
+
     def checkpoint_file(self, iteration: int) -> Path:
         return self.path / "checkpoints" / f"{iteration:06d}.ckpt"
 

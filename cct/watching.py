@@ -1,7 +1,8 @@
-"""The sections of a recipe that change nothing about the update: evaluation, logging, callbacks."""
+"""Evaluation, logging and callbacks: what observes a run."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
@@ -43,7 +44,8 @@ class Evaluation(Knobs):
     """Further evaluation sets by name, logged as `sets/NAME/accuracy` and so on."""
     best: str | None = Field(None, min_length=1, max_length=200)
     """Metric of metrics.jsonl, `eval/accuracy` or `sets/NAME/accuracy` for example: policy/ then holds the policy of the
-    iteration where it was best, the first of equals, and that checkpoint is kept. Null: the last iteration's policy."""
+    iteration from 1 on where it was best, the first of equals, and that checkpoint is kept. Null, or if it was never measured:
+    the last iteration's policy."""
     best_is: Literal["max", "min"] = "max"
     """Whether the greatest or the smallest value of `best` is the best one."""
     frozen: dict[Name, Annotated[Task, tasks]] = Field({}, max_length=64)
@@ -56,9 +58,10 @@ class Evaluation(Knobs):
         return {f"evaluation.sets.{name}": one.task for name, one in self.sets.items()} | frozen
 
     def best_of(self, events: Iterable[Mapping[str, float]]) -> tuple[int, float] | None:
-        """Iteration and value of the first best `best` among events of metrics.jsonl, from iteration 1 on."""
+        """Iteration and value of the first best `best` among events of metrics.jsonl, from iteration 1 on; never NaN."""
         sign, name = 1 if self.best_is == "max" else -1, self.best or ""
         found = [(int(event["iteration"]), event[name]) for event in events if event["iteration"] > 0 and name in event]
+        found = [each for each in found if math.isfinite(each[1])]
         return max(found, key=lambda each: sign * each[1], default=None)
 
     @property

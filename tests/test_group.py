@@ -644,7 +644,9 @@ def test_a_preset_is_its_knobs(name):
         assert cls.model_validate({k: v for k, v in part.model_dump().items() if k != "use"}) == part
         assert cls(like=like, **knobs) == part  # said twice, it has to agree
         explicit = part.model_copy(update={"like": None})
-        rollout = make_rollout(8, 6, statistics=["entropy"], greedy_scores=torch.rand(8)).replace(groups=torch.arange(8) // 8)
+        rollout = make_rollout(8, 6, statistics=["entropy", "collision"], greedy_scores=torch.rand(8)).replace(
+            groups=torch.arange(8) // 8
+        )
         assert torch.equal(part(rollout).advantages, explicit(rollout).advantages)  # nothing but data
 
 

@@ -56,6 +56,8 @@ LARGER = [
     "training.prompts_per_iteration=4",
     "training.minibatch_size=32",  # two steps, so that the optimizer has its states in the second
 ]
+# Long prompts and responses of few tokens, which even an untrained policy does not end before.
+SHARED = ["task.steps=30", "generation.max_new_tokens=4"]
 # The most resident memory of this process image: getrusage's maximum would begin with that of the process it was forked from.
 PEAK = """
 import re, sys
@@ -97,7 +99,8 @@ def fresh(*arguments: str) -> int:
         pytest.param("compo", SHORT_CRITIC, id="compo"),
         pytest.param("gae", SHORT_CRITIC, id="gae", marks=pytest.mark.slow),
         pytest.param("grpo", [], id="grpo", marks=pytest.mark.slow),
-        pytest.param("grpo", LARGER, id="grpo-larger"),
+        pytest.param("grpo", [*LARGER, "training.share_prefix=false"], id="grpo-larger"),
+        pytest.param("grpo", [*LARGER, *SHARED], id="grpo-larger-shared", marks=pytest.mark.slow),
         pytest.param(
             "compo", [*LARGER, *SHORT_CRITIC, "training.micro_batch_size=16"], id="compo-larger", marks=pytest.mark.slow
         ),

@@ -40,7 +40,7 @@ def test_the_profile_names_each_stage_and_writes_a_trace(tmp_path):
 
 
 def test_flops_of_an_update_are_the_products_of_forward_and_backward():
-    recipe = tiny("grpo", "training.minibatch_size=16")
+    recipe = tiny("grpo", "training.minibatch_size=16", "training.share_prefix=false")
     agent, tokenizer, reference = build(recipe)
     iteration = Held(recipe, agent, tokenizer, reference).collect(1)
     (batch,) = iteration.updates

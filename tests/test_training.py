@@ -328,7 +328,7 @@ def test_a_policy_that_cannot_share_prompts_is_refused_where_it_must(tmp_path):
     assert sharing(tiny("grpo"), model, said.append) == (False, None)
     assert said == [
         "training.share_prefix: LlamaForCausalLM cannot share prompts: it gives other logits then; "
-        "each response is computed with its own"
+        "the prompt is computed again for each response"
     ]
     assert sharing(tiny("grpo", "training.share_prefix=false"), model, said.append) == (False, None) and len(said) == 1
     assert sharing(tiny("grpo"), tiny_model("llama"), said.append) == ("auto", None) and len(said) == 1

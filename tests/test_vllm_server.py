@@ -215,7 +215,7 @@ GARBAGE = {
     "cut short": (told(3, -1.0, finish_reason="length"), "cut at 1 of 8 tokens"),
     "no log-probabilities": (choice(logprobs=None), "not of the tokens"),
     "of other tokens": (told(2, -1.0, finish_reason="stop"), "not of the tokens"),
-    "no probability": (told(3, 3.0, finish_reason="stop"), "log-probabilities are none"),
+    "no probability": (told(3, 3.0, finish_reason="stop"), "log-probabilities are not finite numbers"),
 }
 
 

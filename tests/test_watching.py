@@ -1,6 +1,7 @@
 """What watches a run and changes nothing about it: loggers, evaluation sets, the best policy."""
 
 import json
+import math
 import sqlite3
 
 import pytest
@@ -13,6 +14,7 @@ from cct.cli import main
 from cct.loading import load_recipe
 from cct.recipe import RecipeError
 from cct.run_folder import RunFolder
+from cct.watching import Evaluation
 
 SETS = (
     "evaluation.sets={hard: {task: {use: chain_arithmetic, steps: 3, held_out_size: 4}, every: 1, samples: 2}, "
@@ -64,6 +66,37 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(wanted.parameters(), found.parameters(), strict=True))
 
 
+def test_best_that_begins_on_resuming_is_among_the_checkpoints_that_there_are(tmp_path):
+    sets = ["training.iterations=3", "training.keep_checkpoints=1", "evaluation.every=1"]
+    folder = RunFolder(run(tiny("grpo", *sets), tmp_path))
+    more = ["--set", "training.iterations=4", "--set", "evaluation.best=train/length"]
+    assert main(["run", "--resume", str(folder), *more]) == 0
+    lengths = {event["iteration"]: event["train/length"] for event in folder.metrics if event["iteration"] > 0}
+    assert [int(path.stem) for path in folder.checkpoints] == ([3, 4] if lengths[3] >= lengths[4] else [4])
+    assert (folder.policy / "config.json").is_file()
+
+
+@pytest.mark.parametrize("best_is", ["max", "min"])
+def test_what_is_no_number_is_never_best(best_is):
+    knobs = Evaluation(best="x", best_is=best_is)
+    events = [{"iteration": n, "x": x} for n, x in enumerate((5.0, math.nan, 2.0, 3.0, 3.0, 2.0))]
+    assert knobs.best_of(events) == ((3, 3.0) if best_is == "max" else (2, 2.0))  # iteration 0 has no checkpoint
+    assert knobs.best_of(events[:2]) is None
+
+
+def test_failures_in_a_sampled_set_are_said_and_early_stopping_goes_on_after_a_resume(tmp_path, capsys):
+    (tmp_path / "judge.py").write_text("def judge(prompt, response, iteration):\n    raise KeyError('gold')\n")
+    evidence = f"evidence: [{{use: python, path: {tmp_path}/judge.py, function: judge, on_error: zero}}]"
+    sets = f"evaluation.sets={{odd: {{task: {{use: chain_arithmetic, steps: 2, held_out_size: 2}}, samples: 2, {evidence}}}}}"
+    stop = "{use: lightning.pytorch.callbacks.EarlyStopping, arguments: {monitor: eval/accuracy, mode: max, patience: 9}}"
+    knobs = ["training.iterations=2", "evaluation.every=4", f"callbacks=[{stop}]"]
+    folder = run(tiny("grpo", sets, *knobs), tmp_path)
+    assert main(["run", "--resume", str(folder), "--set", "training.iterations=4"]) == 0
+    events = RunFolder(folder).metrics
+    assert [event["iteration"] for event in events] == [0, 1, 2, 3, 4] and "eval/accuracy" not in events[3]
+    assert "sets/odd, sampled: evidence 'python' failed for 4 of 4 responses" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
@@ -72,6 +105,8 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path):
             ["evaluation.best=sets/hardest/accuracy", SETS],
             "no set under evaluation.sets is called 'hardest' (did you mean 'hard'?)",
         ),
+        (["evaluation.best=sets/hard/acuracy", SETS], "did you mean 'accuracy'"),
+        (["evaluation.best=sets/short/avg@2", SETS], "no metric of sets/short is called 'avg@2'"),
         (["evaluation.best_is=min"], "evaluation.best names no metric"),
         (["evaluation.sets={hard: {}}"], "evaluation.sets.hard.task"),
         (["logging.logger=wandbb"], "logging.logger"),

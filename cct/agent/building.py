@@ -104,7 +104,7 @@ def sharing(recipe: Recipe, actor: PreTrainedModel, say: Callable[[str], None]) 
     problem = f"training.share_prefix: {type(actor).__name__} cannot share prompts: {refused}"
     if wanted is True:
         raise RecipeError(f"{problem}; set it to auto or false")
-    say(f"{problem}; each response is computed with its own")
+    say(f"{problem}; the prompt is computed again for each response")
     return False, None
 
 

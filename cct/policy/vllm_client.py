@@ -170,7 +170,7 @@ def completion(answer: Answer, params: dict[str, Any], vocabulary: int) -> Compl
         raise ServerFault("its log-probabilities are not of the tokens of its response")
     logprobs = tuple(step.logprob for step in steps)
     if not all(math.isfinite(x) and x <= 1e-3 for x in logprobs):
-        raise ServerFault(f"its log-probabilities are none: {str(logprobs)[:100]}")
+        raise ServerFault(f"its log-probabilities are not finite numbers of at most 0: {str(logprobs)[:100]}")
     return Completion(tuple(tokens), choice.finish_reason == "stop", logprobs)
 
 

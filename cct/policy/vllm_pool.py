@@ -29,7 +29,7 @@ class Weights:
     folder: Path
     """Where it finds them."""
     version: str
-    """Their name, of no other weights in any run."""
+    """Their name, unique across runs."""
     dtype: str
     sequences: list[list[int]]
     """Token ids of the probe."""
@@ -156,7 +156,7 @@ class Pool:
     def _found(self, server: Server, fault: ServerFault) -> None:
         if server.down is None:
             server.down = time.monotonic()
-            self.tell(f"vLLM at {server.url}: {fault}; it is waited for up to {self.knobs.patience:g} s")
+            self.tell(f"vLLM at {server.url}: {fault}; waiting for it up to {self.knobs.patience:g} s")
 
     async def _back(self, server: Server) -> None:
         """Returns once the server has the present weights, or is given up."""

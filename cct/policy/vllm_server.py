@@ -22,7 +22,7 @@ class OfServers(OfVLLM):
     servers: int = Field(0, ge=0, le=64)
     """Number of servers that cct starts on this machine, on the GPUs that follow those trained on, and stops at the end."""
     folder: str | None = None
-    """Folder that all processes and servers see, for the weights; null is a temporary one, if all are on this machine."""
+    """Folder for the weights, visible to all processes and servers. Null: a temporary one, if all are on one machine."""
     tensor_parallel: int = Field(1, ge=1, le=64)
     """GPUs of each server that cct starts."""
     memory_fraction: float = Field(0.9, gt=0, le=1)
@@ -42,15 +42,15 @@ class OfServers(OfVLLM):
         urls = tuple(url.rstrip("/") for url in urls)
         for url in urls:
             if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-                raise ValueError(f"{url!r} is no URL of a server such as http://node7:8000")
+                raise ValueError(f"{url!r} is not a server URL like http://node7:8000")
         if len(set(urls)) < len(urls):
-            raise ValueError("a URL is there twice")
+            raise ValueError("a URL is listed twice")
         return urls
 
     @model_validator(mode="after")
     def _are_there(self) -> OfServers:
         if not self.urls and not self.servers:
-            raise ValueError("set urls to servers that run, or servers to the number that cct shall start on this machine")
+            raise ValueError("set urls to servers that run, or servers to the number that cct should start on this machine")
         if self.folder is None and (far := [url for url in self.urls if urlsplit(url).hostname not in LOOPBACK]):
             raise ValueError(f"set folder to one that {far[0]} sees under the same path: the weights reach a server through it")
         return self

@@ -76,8 +76,7 @@ class Recorder(Checkpoint):
         assert isinstance(module, Loop)
         reached = self.resumed if self.resumed is not None else 0
         if trainer.is_global_zero:
-            events = [event for event in self.folder.metrics if event["iteration"] <= reached]
-            self.best = self.recipe.evaluation.best_of(events)
+            self.best = self.folder.best(self.recipe, reached)
         if module.current_epoch == 0:
             self._log(trainer, module.evaluate(0), iteration=0)
 
@@ -146,13 +145,16 @@ class Recorder(Checkpoint):
 
     @contextmanager
     def _agreed(self) -> Iterator[None]:
-        """If the first process cannot write, raise on every process, so that none waits for it."""
-        refused: WriteError | None = None
+        """If this raises on the first process, raise on every process, so that none waits for it."""
+        raised: Exception | None = None
         try:
             yield
-        except WriteError as error:
-            refused = error
-        found = next((error for error in Ranks.current().gather(refused) if error is not None), None)
+        except Exception as error:  # a logger's or a callback's too, of any kind
+            raised = error
+        told = raised if raised is None or isinstance(raised, WriteError) else TrainingStopped(error_text(raised))
+        found = next((error for error in Ranks.current().gather(told) if error is not None), None)
+        if raised is not None and not isinstance(raised, WriteError):
+            raise raised
         if found is not None:
             raise found
 

@@ -35,7 +35,7 @@ def evaluate(sampler: Sampler, iteration: int | None = None, *, only_due: bool =
         metrics |= _greedy(sampler, f"sets/{name}", prompts, iteration, evidence)
         if one.samples:
             seed = derive_seed(recipe.seed, "evaluation", name)
-            sampled = _sampled(sampler, prompts, seed, one.samples, [one.samples], evidence)
+            sampled = _sampled(sampler, f"sets/{name}", prompts, seed, one.samples, [one.samples], evidence, iteration)
             metrics |= {f"sets/{name}/{key}": value for key, value in sampled.items()}
     return metrics
 
@@ -54,7 +54,7 @@ def evaluate_frozen(sampler: Sampler) -> dict[str, float]:
 def _greedy(
     sampler: Sampler,
     name: str,
-    every: Sequence[Prompt],
+    held_out: Sequence[Prompt],
     iteration: int | None,
     evidence: Sequence[Evidence] | None = None,
 ) -> dict[str, float]:
@@ -62,9 +62,9 @@ def _greedy(
 
     evidence: what judges, the recipe's where it is not given.
     """
-    recipe, prompts = sampler.recipe, sampler.fitting(every)
+    recipe, prompts = sampler.recipe, sampler.fitting(held_out)
     evidence = evidence or recipe.evidence
-    if not every:
+    if not held_out:
         raise TrainingStopped(f"{name}: the task has no held-out prompts")
     if not prompts:
         raise TrainingStopped(
@@ -92,7 +92,7 @@ def _greedy(
     metrics |= {f"{name}/{key}": x / len(prompts) for key, x in zip(("reward", "length", "truncated"), rest, strict=True)}
     metrics |= {f"{name}/{key}": float(count) for key, count in failures.items()}
     metrics |= {f"{name}/{key}": count for key, count in sampler.environment_counts().items()}
-    return metrics | ({f"{name}/overlong": float(len(every) - len(prompts))} if recipe.generation.overlong == "drop" else {})
+    return metrics | ({f"{name}/overlong": float(len(held_out) - len(prompts))} if recipe.generation.overlong == "drop" else {})
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
@@ -114,7 +114,7 @@ def evaluate_sampled(sampler: Sampler, samples: int, ks: Sequence[int]) -> dict[
     recipe = sampler.recipe
     sets = {"eval": recipe.task} | {f"frozen/{name}": task for name, task in recipe.evaluation.frozen.items()}
     found = {
-        name: _sampled(sampler, task.held_out(), derive_seed(recipe.seed, "pass@k", name), samples, ks)
+        name: _sampled(sampler, name, task.held_out(), derive_seed(recipe.seed, "pass@k", name), samples, ks)
         for name, task in sets.items()
     }
     metrics = {f"{name}/{key}": value for name, values in found.items() for key, value in values.items()}
@@ -125,21 +125,26 @@ def evaluate_sampled(sampler: Sampler, samples: int, ks: Sequence[int]) -> dict[
 
 def _sampled(
     sampler: Sampler,
+    name: str,
     prompts: Sequence[Prompt],
     seed: int,
     samples: int,
     ks: Sequence[int],
     evidence: Sequence[Evidence] | None = None,
+    iteration: int | None = None,
 ) -> dict[str, float]:
-    prompts = sampler.fitting(prompts)
-    many = [prompt for prompt in prompts for _ in range(samples)]
-    sampled = sampler.respond(many, [derive_seed(seed, number) for number in range(len(many))])
-    many, responses = [one.prompt for one in sampled], [one.response for one in sampled]
-    first = (evidence or sampler.recipe.evidence)[0]
-    best = first.bounds[1]
-    scored = scores(first, many, responses, Failures(), sampler.recipe.training.iterations)
-    totals = [sum(row or [0.0]) for row in scored]
-    passes = [bool(row) and total >= best for row, total in zip(scored, totals, strict=True)]  # who was not judged does not
-    right = [sum(passes[start : start + samples]) for start in range(0, len(many), samples)]
+    """avg@n and pass@k of n = `samples` responses to each prompt, divided among the processes."""
+    recipe, ranks, prompts = sampler.recipe, sampler.ranks, sampler.fitting(prompts)
+    numbers = list(ranks.share(len(prompts) * samples))
+    sampled = sampler.respond([prompts[n // samples] for n in numbers], [derive_seed(seed, n) for n in numbers])
+    asked, responses, failures = [one.prompt for one in sampled], [one.response for one in sampled], Failures()
+    first, after = (evidence or recipe.evidence)[0], recipe.training.iterations if iteration is None else iteration
+    scored = scores(first, asked, responses, failures, after)
+    gathered = ranks.gather(([(bool(row), sum(row or [0.0])) for row in scored], failures))
+    judged = [one for part, _ in gathered for one in part]
+    for line in Failures.joined(part for _, part in gathered).lines(len(judged), f"{name}, sampled"):
+        sampler.say(line)
+    passes = [scored and total >= first.bounds[1] for scored, total in judged]  # unjudged responses do not pass
+    right = [sum(passes[start : start + samples]) for start in range(0, len(passes), samples)]
     passed = {f"pass@{k}": sum(pass_at_k(count, samples, k) for count in right) / len(right) for k in ks}
-    return {f"avg@{samples}": sum(totals) / len(totals), **passed}
+    return {f"avg@{samples}": sum(total for _, total in judged) / len(judged), **passed}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from cct.rollout import Credit, Rollout, Trace, derive_seed
 
 from .credit import Estimator
 from .evaluation import evaluate
-from .metrics import lag_metrics, rollout_metrics, statistic_metrics
+from .metrics import Clock, lag_metrics, rollout_metrics, statistic_metrics
 from .minibatches import Batch, CriticBatch, CriticData, origin_of, passes, policy_batches, random_order
 from .plans import Plan, forward_plans
 from .processes import Ranks
@@ -188,19 +186,23 @@ class Loop(Updates):
             "lessons": past,
             "lessons_of": origin_of(self.recipe),
             "extra": self.sampler.extra,
+            "evaluated": self.evaluated,
             "ahead": None if self.ahead.samples is None else self.ahead.samples.as_json(),
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state, device = checkpoint[STATE], self.agent.actor.device
         self.estimator.moments, past = state["moments"], state.get("lessons", [])
-        self.estimator.history = state.get("history", {})
-        if past and state.get("lessons_of") != origin_of(self.recipe):
+        self.evaluated, other = state.get("evaluated", {}), state.get("lessons_of") != origin_of(self.recipe)
+        self.estimator.history = {} if other else state.get("history", {})
+        if other and state.get("history"):
+            self.say("values of prompts start empty: those of the checkpoint are from another recipe")
+        if past and other:
             self.say(f"the critic's window starts empty: its {len(past)} earlier iterations are from another recipe")
             past = []
         self.sampler.extra = state.get("extra", 0)
         if (saved_ahead := state.get("ahead")) is not None:
-            self.ahead.restore(saved_ahead, again=state["lessons_of"] != origin_of(self.recipe))
+            self.ahead.restore(saved_ahead, again=other)
         size = self.recipe.training.minibatch_size
         for saved in past:  # of a run from before episodes
             saved.setdefault("cuts", torch.full((len(saved["mask"]) // size,), size))
@@ -214,9 +216,15 @@ class Ahead:
         self.sampler = sampler
         self.samples: Samples | None = None  # sampled ahead, and not taken yet
         self._running: Future[tuple[Samples, float]] | None = None
+        self._failed: BaseException | None = None
 
     def take(self, iteration: int, on_stage: Callable[[str], None]) -> Samples:
-        """An iteration's rows, sampled now where they were not sampled ahead. on_stage: called with what begins."""
+        """An iteration's rows, sampled now where they were not sampled ahead. on_stage: called with what begins.
+
+        Raises what sampling them ahead raised, now that the iteration before is complete.
+        """
+        if self._failed is not None:
+            raise self._failed
         samples, self.samples = self.samples, None
         if samples is not None and samples.iteration == iteration:
             return samples
@@ -228,24 +236,31 @@ class Ahead:
         if not self.sampler.recipe.generation.lag:
             engine.rest()
             return
-        running = self._running = Future[tuple[Samples, float]]()
+        running, device, extra = Future[tuple[Samples, float]](), self.sampler.actor.device, self.sampler.extra
+        self._running = running
 
         def sample() -> None:
             started = time.perf_counter()
             try:
+                if device.type == "cuda":  # the current one is a thread's own
+                    torch.cuda.set_device(device)
                 samples = self.sampler.sample(iteration, version=max(0, iteration - 2))
                 running.set_result((samples, time.perf_counter() - started))
-            except BaseException as error:  # raised where it is waited for
+            except BaseException as error:
+                self.sampler.extra = extra
                 running.set_exception(error)
 
         threading.Thread(target=sample, name=f"sampling iteration {iteration}", daemon=True).start()
 
     def finish(self, on_stage: Callable[[str], None]) -> dict[str, float]:
-        """Wait until the next rows are there. Returns the time that they took; raises what sampling them raised."""
+        """Wait until the next rows are there. Returns the time that they took."""
         if self._running is None:
             return {}
         on_stage("wait")
         running, self._running = self._running, None
+        self._failed = running.exception()
+        if self._failed is not None:
+            return {}
         self.samples, seconds = running.result()
         return {"time/ahead": seconds}
 
@@ -265,23 +280,3 @@ class Ahead:
         if self._running is not None:
             wait([self._running])
         self.sampler.close()
-
-
-class Clock:
-    """Seconds that the stages of an iteration take."""
-
-    def __init__(self, on_stage: Callable[[str], None]):
-        self.on_stage, self.began = on_stage, list[tuple[str, float]]()
-
-    def begin(self, stage: str) -> None:
-        self.on_stage(stage)
-        self.began.append((stage, time.perf_counter()))
-
-    def stop(self, tokens: float) -> dict[str, float]:
-        """`time/STAGE` of each; `time/iteration`, up to the end of the update, and the tokens a second in it."""
-        self.began.append(("end", time.perf_counter()))
-        seconds: dict[str, float] = defaultdict(float)
-        for (name, before), (_, after) in pairwise(self.began):
-            seconds[f"time/{name}"] += after - before
-        whole = sum(x for name, x in seconds.items() if name != "time/sync")
-        return {**seconds, "time/iteration": whole, "train/tokens_per_second": tokens / whole}

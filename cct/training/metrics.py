@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -124,3 +127,23 @@ def statistic_metrics(rollout: Rollout, asked: Iterable[Statistic]) -> dict[str,
         for name, moments in found.items()
         for moment, x in zip(("mean", "std"), moments, strict=True)
     }
+
+
+class Clock:
+    """Seconds that the stages of an iteration take."""
+
+    def __init__(self, on_stage: Callable[[str], None]):
+        self.on_stage, self.began = on_stage, list[tuple[str, float]]()
+
+    def begin(self, stage: str) -> None:
+        self.on_stage(stage)
+        self.began.append((stage, time.perf_counter()))
+
+    def stop(self, tokens: float) -> dict[str, float]:
+        """`time/STAGE` of each; `time/iteration`, up to the end of the update, and the tokens a second in it."""
+        self.began.append(("end", time.perf_counter()))
+        seconds: dict[str, float] = defaultdict(float)
+        for (name, before), (_, after) in pairwise(self.began):
+            seconds[f"time/{name}"] += after - before
+        whole = sum(x for name, x in seconds.items() if name != "time/sync")
+        return {**seconds, "time/iteration": whole, "train/tokens_per_second": tokens / whole}

@@ -214,7 +214,9 @@ def origin_of(recipe: Recipe) -> str:
     Another recipe would teach it two targets at once, and have minibatches of another size.
     """
     training = ("prompts_per_iteration", "responses_per_prompt", "bootstrap_truncated")
-    content = recipe.model_dump(mode="json", include={"task", "generation", "evidence", "transport", "critic"})
+    generation = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "overlong")
+    content = recipe.model_dump(mode="json", include={"task", "evidence", "transport", "critic"})
+    content["generation"] = recipe.generation.model_dump(mode="json", include=set(generation))
     if recipe.environment is not None:
         content["environment"] = recipe.environment.model_dump(mode="json")
     content["geometry"] = {knob: getattr(recipe.geometry, knob) for knob in ("kl_in_reward", "kl_estimator")}

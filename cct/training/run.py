@@ -202,7 +202,7 @@ def resume(
         if int(checkpoint.stem) < recipe.training.iterations:
             train(recipe, folder if is_first() else None, console=console, checkpoint=checkpoint, callbacks=callbacks)
         elif is_first():
-            best = recipe.evaluation.best_of(run.metrics)
+            best = run.best(recipe)
             export(folder, run.policy, best[0] if best else None, trust=True, replace=True)
             console.print(f"{folder}: all iterations were done; wrote policy/")
 

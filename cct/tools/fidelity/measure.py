@@ -106,7 +106,8 @@ def measure(
     recipe, agent, tokenizer, moments, reached = _opened(source, iteration, at, trust)
     variants = variants_of(source, recipe, written, critics, plugins, seed)
     agent.to(DEVICE)
-    base, first = Sampler(next(iter(variants.values())), agent.actor, tokenizer), reached + 1
+    sampling = next((one for one in variants.values() if one.needs("components")), next(iter(variants.values())))
+    base, first = Sampler(sampling, agent.actor, tokenizer), reached + 1
     try:
         sampled = _sample(base, variants, agent, moments, range(first, first + batches), on_stage)
         drawn, undecided, trained = _positions(source, sampled, at, positions, below, base.recipe.seed)

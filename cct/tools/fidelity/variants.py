@@ -74,7 +74,9 @@ def _with(recipe: Recipe, transport: Transport, critic: Critic | None = None) ->
     if unknown := transport.needs & {"teacher", "history"}:
         raise RecipeError(f"transport {transport.use}: it needs {min(unknown)}, which is not there outside a run")
     critic = (critic or recipe.critic) if "values" in transport.needs else None
+    generation = recipe.generation.model_copy(update={"lag": 0})
     plain: dict[str, object] = {"transport": transport.model_dump(), "geometry": "ppo_clip"}
+    plain["generation"] = generation.model_dump()
     if critic is None:
         plain |= {"critic": None, "training": recipe.training.model_dump() | {"critic_warmup": 0, "critic_window": 1}}
     else:
@@ -83,4 +85,4 @@ def _with(recipe: Recipe, transport: Transport, critic: Critic | None = None) ->
         geometry = Recipe.model_validate(recipe.model_dump() | plain).geometry
     except ValidationError as error:
         raise RecipeError(*(f"transport {transport.use}: {_said(problem)}" for problem in error.errors())) from None
-    return recipe.model_copy(update={"transport": transport, "critic": critic, "geometry": geometry})
+    return recipe.model_copy(update={"transport": transport, "critic": critic, "geometry": geometry, "generation": generation})
