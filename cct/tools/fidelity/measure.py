@@ -31,7 +31,7 @@ from cct.training.sampler import Sampler
 
 from .branching import advantages_at
 from .scores import Array, Truth
-from .variants import variants_of
+from .variants import sampled_under, variants_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 At = Literal["tokens", "turns"]  # what the action is whose advantage is looked at
@@ -106,8 +106,7 @@ def measure(
     recipe, agent, tokenizer, moments, reached = _opened(source, iteration, at, trust)
     variants = variants_of(source, recipe, written, critics, plugins, seed)
     agent.to(DEVICE)
-    sampling = next((one for one in variants.values() if one.needs("components")), next(iter(variants.values())))
-    base, first = Sampler(sampling, agent.actor, tokenizer), reached + 1
+    base, first = Sampler(sampled_under(variants), agent.actor, tokenizer), reached + 1
     try:
         sampled = _sample(base, variants, agent, moments, range(first, first + batches), on_stage)
         drawn, undecided, trained = _positions(source, sampled, at, positions, below, base.recipe.seed)

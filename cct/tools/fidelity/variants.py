@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +86,9 @@ def _with(recipe: Recipe, transport: Transport, critic: Critic | None = None) ->
     except ValidationError as error:
         raise RecipeError(*(f"transport {transport.use}: {_said(problem)}" for problem in error.errors())) from None
     return recipe.model_copy(update={"transport": transport, "critic": critic, "geometry": geometry, "generation": generation})
+
+
+def sampled_under(variants: Mapping[str, Recipe]) -> Recipe:
+    """The variant whose rows have what all of them read: rewards by each piece of evidence, where one does."""
+    first, *_ = variants.values()
+    return next((one for one in variants.values() if one.needs("components")), first)
