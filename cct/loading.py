@@ -244,6 +244,8 @@ def recipe_file(path: str | Path) -> Path:
     if given.suffix or len(given.parts) != 1 or given.is_file():
         return given
     shipped = {file.stem: file for file in sorted(SHIPPED.glob("*.yaml"))}
+    if given.name not in shipped and given.exists():
+        return given
     if given.name not in shipped:
         what = did_you_mean("recipe that comes with cct", given.name, shipped)
         raise RecipeError(f"{what}; the name of a file of your own ends in .yaml")

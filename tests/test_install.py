@@ -21,6 +21,8 @@ def test_a_recipe_that_comes_with_cct_is_known_by_its_name(tmp_path, monkeypatch
     Path("compo").write_text("a file of one's own comes first")
     assert recipe_file("compo") == Path("compo")
     assert recipe_file("compo.yaml") == Path("compo.yaml")
+    Path("gae").mkdir()
+    assert recipe_file("gae").name == "gae.yaml"  # a folder is no recipe
 
 
 def test_an_unknown_name_is_met_with_those_that_there_are(tmp_path, monkeypatch, capsys):

@@ -310,8 +310,8 @@ def test_a_server_too_short_for_the_model_is_refused_when_it_is_opened(model, fa
     ("knobs", "said"),
     [
         ({}, "set urls to servers that run, or servers to the number"),
-        ({"urls": ["node7:8000"]}, "no URL of a server such as http://node7:8000"),
-        ({"urls": ["http://localhost:1", "http://localhost:1/"]}, "a URL is there twice"),
+        ({"urls": ["node7:8000"]}, "is not a server URL like http://node7:8000"),
+        ({"urls": ["http://localhost:1", "http://localhost:1/"]}, "a URL is listed twice"),
         ({"urls": ["http://node7:8000"]}, "set folder to one that http://node7:8000 sees"),
         ({"urls": ["http://localhost:1"], "servers": 1}, "nothing would read it: with urls"),
     ],
