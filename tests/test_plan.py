@@ -102,7 +102,10 @@ def fresh(*arguments: str) -> int:
         pytest.param("grpo", [*LARGER, "training.share_prefix=false"], id="grpo-larger"),
         pytest.param("grpo", [*LARGER, *SHARED], id="grpo-larger-shared", marks=pytest.mark.slow),
         pytest.param(
-            "compo", [*LARGER, *SHORT_CRITIC, "training.micro_batch_size=16"], id="compo-larger", marks=pytest.mark.slow
+            "compo",
+            [*LARGER, *SHORT_CRITIC, "training.micro_batch_size=16", "training.share_prefix=false"],
+            id="compo-larger",
+            marks=pytest.mark.slow,
         ),
     ],
 )
