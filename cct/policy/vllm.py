@@ -101,8 +101,8 @@ class VLLMEngine(Engine):
         self.dtype = knobs.dtype if knobs.dtype != "auto" else "bfloat16" if on_gpu else "float32"
         if knobs.lag and not on_gpu and os.environ.get("OMP_NUM_THREADS") != "1":
             raise EngineError(
-                "generation.lag: 1 with vLLM on a CPU needs OMP_NUM_THREADS=1 in the environment: OpenMP's threads of two Python "
-                "threads wait for each other, and the run all but stops"
+                "generation.lag: 1 with vLLM on a CPU needs OMP_NUM_THREADS=1 in the environment; with more threads, those of "
+                "sampling and update wait for each other and the run all but stops"
             )
         self.asleep = False
         # vLLM reads these when it is imported: no process of its own, no threads pinned under the trainer's feet.
