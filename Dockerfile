@@ -1,4 +1,4 @@
-# CPU: docker build -t cct . && docker run --rm -v "$PWD/runs:/work/runs" cct run compo
+# CPU: docker build -t cct . && docker run --rm -v "$PWD/runs:/app/runs" cct run compo
 # CUDA: docker build -t cct-cuda --build-arg TORCH_INDEX=https://pypi.org/simple --build-arg EXTRAS=vllm,deepspeed,math,data .
 FROM python:3.11-slim
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
@@ -8,6 +8,6 @@ COPY pyproject.toml README.md LICENSE /cct/
 COPY cct /cct/cct
 COPY recipes /cct/recipes
 RUN pip install --no-cache-dir torch==2.13.0 --index-url "$TORCH_INDEX" && pip install --no-cache-dir "/cct[$EXTRAS]"
-WORKDIR /work
+WORKDIR /app
 ENTRYPOINT ["cct"]
 CMD ["--help"]

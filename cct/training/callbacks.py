@@ -8,8 +8,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from cct.metrics import TERMINAL
 from cct.policy.checkpoints import why_unreadable
 from cct.policy.weights import save
 from cct.recipe import Recipe, RecipeError
-from cct.registry import RAISED, error_text, run_file
+from cct.registry import RAISED, error_text
 from cct.run_folder import RunFolder
 from cct.system.files import NO_ROOM, WriteError, append, kept, write_text, writing
 from cct.system.signals import Ending, Interrupted
@@ -124,8 +122,10 @@ class Recorder(Checkpoint):
 
     def _is_best(self, iteration: int, metrics: dict[str, float]) -> bool:
         """Whether its checkpoint is to be kept as the best one; the first process decides."""
+        name = self.recipe.evaluation.best
+        if name is None:
+            return False
         event = {"iteration": iteration, **metrics}
-        name = self.recipe.evaluation.best or ""
         before = [{"iteration": self.best[0], name: self.best[1]}] if self.best is not None else []
         self.best = Ranks.current().gather(self.recipe.evaluation.best_of([*before, event]))[0]
         return self.best is not None and self.best[0] == iteration
@@ -255,12 +255,8 @@ class Display:
 # --- callbacks of the recipe ------------------------------------------------------------------
 def made(callback: LightningCallback) -> Callback:
     """The callback that a recipe names. Raises RecipeError if there is no such class, or it cannot be created."""
-    where, _, name = callback.use.rpartition(":" if ".py:" in callback.use else ".")
     try:
-        cls = getattr(run_file(Path(where)) if where.endswith(".py") else import_module(where), name)
-        if not (isinstance(cls, type) and issubclass(cls, Callback)):
-            raise TypeError("it is not a subclass of lightning.pytorch.Callback")
-        return cls(**callback.arguments)
+        return callback.made(Callback, "lightning.pytorch.Callback")
     except RAISED as error:
         raise RecipeError(f"callbacks: {callback.use}: {error_text(error)}") from error
 

@@ -9,7 +9,7 @@ from cct.errors import TrainingStopped
 from cct.evidence import Evidence
 from cct.rollout import Prompt, derive_seed
 
-from .judge import Failures, scores, weigh
+from .judge import Failures, score_all, scores, weigh
 from .sampler import Sampler
 
 
@@ -74,7 +74,7 @@ def _greedy(
     sampled = sampler.respond([prompts[number] for number in numbers], None, numbers)
     mine, responses = [one.prompt for one in sampled], [one.response for one in sampled]
     failures, after = Failures(), recipe.training.iterations if iteration is None else iteration
-    scored = [scores(part, mine, responses, failures, after) for part in evidence]
+    scored = score_all(evidence, mine, responses, failures, after)
     judged = [row for row, response in zip(scored[0], responses, strict=True) if row is None or row or not response.tokens]
     sums = (
         sum(sum(row) for row in judged if row is not None),
